@@ -1,0 +1,50 @@
+"""What can go wrong, and the exit code each kind of failure has.
+
+Every error that a user can cause or meet is an `OpdcheckError`. Its message is complete: what failed, where, and what to
+do next. The command line prints it without a traceback and exits with `exit_code`.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command. No non-zero code lets a run start."""
+
+    ADMITTED = 0
+    REJECTED = 1
+    USAGE = 2
+    NO_VERDICT = 3
+    FAILED = 4
+    INTERRUPTED = 130
+
+
+class OpdcheckError(Exception):
+    """Base of all expected errors. `hint` says what to do next; it is printed on a line of its own."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n{self.hint}"
+
+
+class ConfigError(OpdcheckError):
+    """Wrong usage or an invalid file. `message` starts with `FILE:LINE: key.path:` wherever these are known."""
+
+    exit_code = ExitCode.USAGE
+
+
+class BudgetInvalidError(OpdcheckError):
+    """There is no valid budget for this student and environment, so there can be no verdict."""
+
+    exit_code = ExitCode.NO_VERDICT
+
+
+class EngineError(OpdcheckError):
+    """The engine or the model failed."""
+
+    exit_code = ExitCode.FAILED

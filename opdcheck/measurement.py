@@ -1,0 +1,86 @@
+"""The record of one measurement: everything a verdict and a report need, as plain numbers. No torch, no arrays."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from opdcheck.config import Model
+
+Estimator = Literal["exact", "topk", "sampled"]
+SourceName = Literal["kernel", "dtype", "weights", "activations", "kv_cache", "noise", "staleness"]
+
+
+class MetricSummary(Model):
+    """One metric over all tokens. Mean: token mean within a prompt, then mean over prompts."""
+
+    mean: float
+    standard_error: float | None
+    """Over prompts; None with fewer than two."""
+    lower: float | None = None
+    """Bounds of the mean that hold whatever lies outside the top-k; equal to `mean` for estimator `exact`."""
+    upper: float | None = None
+    p99: float
+    p99_9: float
+    max: float
+    estimator: Estimator
+    """What `mean` rests on."""
+
+
+class PositionBin(Model):
+    """Mean mismatch of the tokens at completion positions `start <= position < stop`."""
+
+    start: int
+    stop: int
+    tokens: int
+    tv: float
+    kl: float
+
+
+class SourceShare(Model):
+    """One source of mismatch alone, on the same tokens and on the decision's scale."""
+
+    source: SourceName
+    how: Literal["real", "simulated"]
+    """`real`: measured on the engine. `simulated`: the student with only this perturbation, scored on the same tokens."""
+    tv: float
+    kl: float
+    prompt_values: list[float]
+    """Of the decision metric, per prompt, for the per-source limit."""
+    detail: str
+
+
+class Part(Model):
+    """Provenance of one part of the candidate: see `opdcheck.engines.base.Provenance`."""
+
+    part: str
+    how: Literal["real", "simulated", "not applied"]
+    detail: str
+
+
+class Measurement(Model):
+    """All that was measured for one candidate."""
+
+    engine: str
+    estimator: Estimator
+    prompts: int
+    completions: int
+    tokens: int
+    truncated: int
+    """Completions cut by max_completion_length."""
+    metrics: dict[str, MetricSummary]
+    """Keys: tv, kl, k1, k3, abs_dlogp, token_mult_prob_error, probs_diff, argmax_flip."""
+    chi2_token: float
+    ess: float
+    """Effective sample size as a share of the tokens, ratios not truncated."""
+    prompt_values: dict[str, list[float]]
+    """Per-prompt means, in the order they were measured, for every metric that can decide."""
+    by_position: list[PositionBin]
+    position_trend: float | None
+    """Spearman correlation of tv with position; None where it cannot be computed."""
+    provenance: list[Part]
+    sources: list[SourceShare] = []
+    left_over: float | None = None
+    """Total tv minus the sum of the sources' (interaction and what the simulation does not reproduce)."""
+    non_finite_tokens: int = 0
+    """Tokens with NaN or infinite values on either side; any such token forbids admission."""
+    from_cache: bool = False
