@@ -1,7 +1,7 @@
 """What can go wrong, and the exit code each kind of failure has.
 
-Every error that a user can cause or meet is an `OpdcheckError`. Its message is complete: what failed, where, and what to
-do next. The command line prints it without a traceback and exits with `exit_code`.
+Every error that a user can cause or meet is an `OpdcheckError`. Its message is complete: what failed, where, and
+what to do next. The command line prints it without a traceback and exits with `exit_code`.
 """
 
 from enum import IntEnum

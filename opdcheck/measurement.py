@@ -41,7 +41,7 @@ class SourceShare(Model):
 
     source: SourceName
     how: Literal["real", "simulated"]
-    """`real`: measured on the engine. `simulated`: the student with only this perturbation, scored on the same tokens."""
+    """`real`: measured on the engine. `simulated`: the student with only this perturbation, on the same tokens."""
     tv: float
     kl: float
     prompt_values: list[float]

@@ -1,0 +1,88 @@
+"""Who samples. `open_engine` turns a candidate into a running engine; each engine has a module of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from opdcheck.config import Candidate
+from opdcheck.engines.base import Provenance, RolloutEngine, RolloutRequest
+from opdcheck.files import cache_dir
+from opdcheck.rollouts import Prompt, Rollout
+
+
+def open_engine(
+    candidate: Candidate, base: Path, prompts: Sequence[Prompt], calibration_ids: list[list[int]]
+) -> RolloutEngine:
+    """Starts the candidate's engine with the candidate's perturbations in place.
+
+    Args:
+        prompts: all that will be sampled from; the longest sets the engine's context length.
+        calibration_ids: token ids that static activation scales are set from.
+
+    Raises:
+        ConfigError: the engine cannot run this candidate.
+        EngineError: it did not start.
+    """
+    if candidate.rollout.engine == "transformers":
+        return _open_transformers(candidate, base, calibration_ids)
+    return _open_vllm(candidate, base, prompts, calibration_ids)
+
+
+def _open_transformers(candidate: Candidate, base: Path, calibration_ids: list[list[int]]) -> RolloutEngine:
+    from opdcheck.engines.transformers_engine import TransformersEngine
+    from opdcheck.models import end_token_ids
+    from opdcheck.perturb.policy import active_parts, build_policy, describe
+
+    rollout = candidate.rollout
+    policy = build_policy(candidate, base, active_parts(candidate), calibration_ids=calibration_ids)
+    return TransformersEngine(
+        policy,
+        sampling=rollout.sampling,
+        max_completion_length=candidate.workload.max_completion_length,
+        eos_token_ids=end_token_ids(candidate.student, base),
+        noise_logits=rollout.noise.logits if rollout.noise else 0.0,
+        noise_seed=rollout.noise.seed if rollout.noise else 0,
+        provenance=describe(candidate, engine="transformers"),
+    )
+
+
+def _open_vllm(
+    candidate: Candidate, base: Path, prompts: Sequence[Prompt], calibration_ids: list[list[int]]
+) -> RolloutEngine:
+    from opdcheck.engines.vllm_engine import open_vllm
+    from opdcheck.models import end_token_ids, local_or_hub
+    from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
+
+    rollout = candidate.rollout
+    with ExitStack() as stack:
+        source = rollout.model or candidate.student
+        model, revision = local_or_hub(source, base), source.revision
+        provenance: list[Provenance] = []
+        if needs_checkpoint(candidate):
+            (cache_dir() / "tmp").mkdir(parents=True, exist_ok=True)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache_dir() / "tmp"))) / "policy"
+            provenance = write_checkpoint(candidate, base, folder, calibration_ids=calibration_ids)
+            model, revision = str(folder), None
+        # vLLM has read the weights when this returns: the temporary checkpoint goes at the end of the block.
+        return open_vllm(
+            model=model,
+            revision=revision,
+            dtype=rollout.dtype,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            kv_cache_dtype_skip_layers=rollout.kv_cache_dtype_skip_layers,
+            sampling=rollout.sampling,
+            max_completion_length=candidate.workload.max_completion_length,
+            max_prompt_length=max(len(prompt.token_ids) for prompt in prompts),
+            eos_token_ids=end_token_ids(candidate.student, base),
+            logprobs=rollout.logprobs,
+            trust_remote_code=source.trust_remote_code,
+            seed=candidate.workload.seed,
+            engine_args=rollout.engine_args,
+            provenance=provenance,
+        )
+
+
+__all__ = ["Provenance", "Rollout", "RolloutEngine", "RolloutRequest", "open_engine"]

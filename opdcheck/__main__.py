@@ -1,0 +1,5 @@
+"""`python -m opdcheck`."""
+
+from opdcheck.cli import main
+
+main()

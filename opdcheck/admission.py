@@ -1,0 +1,196 @@
+"""`admit`: candidate file + budget -> report. The order of the steps is the order in which they can fail cheaply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from opdcheck import __version__, preflight
+from opdcheck.budget import Budget, load_budget, require_valid
+from opdcheck.config import Candidate, load_candidate, override, resolve
+from opdcheck.environment import Environment, current_environment
+from opdcheck.errors import BudgetInvalidError
+from opdcheck.fingerprint import ModelFingerprint, fingerprint_model
+from opdcheck.measure import rounds, summarize_rounds
+from opdcheck.measurement import Measurement, Part, SourceShare
+from opdcheck.progress import Progress, Silent
+from opdcheck.report.record import Report, budget_summary
+from opdcheck.rounds import Round, RoundStore
+from opdcheck.session import Session
+from opdcheck.stats.gate import Gate
+from opdcheck.verdict import Target, new_gate, reach, target
+
+
+def admit(
+    candidate_file: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    sources: bool = False,
+    accept_stale: str | None = None,
+    observe: bool = False,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Measures a candidate prompt by prompt until the verdict is known, or its prompts are used up.
+
+    Args:
+        candidate_file: YAML file of `opdcheck.config.Candidate`.
+        overrides: dotted keys of the candidate that a flag or variable sets, e.g. `{"decision.alpha": 0.1}`.
+        sources: split the mismatch by source even if the candidate is admitted; a reject is always split.
+        accept_stale: the one fingerprint field whose change is forgiven.
+        observe: the report's exit code is 0 for reject and no verdict.
+        fresh: do not read measured rounds from the cache.
+
+    Raises:
+        ConfigError: the candidate file is wrong, or does not fit model or engine.
+        BudgetInvalidError: no budget, or one that belongs to something else.
+        EngineError: the engine or the model failed.
+    """
+    progress = progress or Silent()
+    started = time.monotonic()
+    located = override(load_candidate(Path(candidate_file)), overrides or {})
+    candidate, base = located.value, located.path.parent
+    progress.stage("checking candidate and budget")
+    budget, budget_path = _load_budget(candidate, base)
+    aim = target(budget, candidate.decision)
+    subject = identify(candidate, base)
+    accepted = require_valid(budget, subject.student, subject.teacher, subject.environment, accept_stale=accept_stale)
+    preflight.check(located, base)
+
+    with Session(candidate, base, progress=progress) as session:
+        gathered = _gather(session, aim, subject.key, fresh=fresh, progress=progress)
+        measurement = gathered.summary(session)
+        verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
+        if sources or verdict.decision == "reject" or budget.limits.per_source:
+            measurement = with_sources(session, measurement, gathered.rounds, budget, aim.metric)
+            verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
+    return Report(
+        opdcheck_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        candidate_file=str(candidate_file),
+        candidate=candidate,
+        budget=budget_summary(budget, budget_path),
+        student=subject.student,
+        environment=subject.environment,
+        measurement=measurement,
+        verdict=verdict,
+        seconds=time.monotonic() - started,
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Whose mismatch is measured, and where."""
+
+    student: ModelFingerprint
+    teacher: ModelFingerprint | None
+    environment: Environment
+    key: dict[str, Any]
+    """Everything besides the prompts that a measured number depends on."""
+
+
+def identify(candidate: Candidate, base: Path) -> Subject:
+    """Fingerprints of the models that a candidate names, and the environment they run in."""
+    from opdcheck.models import resolve_device
+
+    student = fingerprint_model(candidate.student, base)
+    teacher = fingerprint_model(candidate.teacher, base) if candidate.teacher else None
+    device = resolve_device(candidate.student.device)
+    environment = current_environment(candidate.rollout.engine, device, trainer_dtype=candidate.student.dtype)
+    rollout, workload = candidate.rollout, candidate.workload
+    others = {
+        "rollout.model": rollout.model and fingerprint_model(rollout.model, base).weights,
+        "staleness": rollout.staleness and fingerprint_model(rollout.staleness.as_model(), base).weights,
+    }
+    key = {
+        "opdcheck": __version__,
+        "student": student.model_dump(),
+        "others": others,
+        "environment": environment.model_dump(),
+        "device": device,
+        "rollout": rollout.model_dump(mode="json", exclude={"model", "staleness"}),
+        "samples_per_prompt": workload.samples_per_prompt,
+        "max_completion_length": workload.max_completion_length,
+        "seed": workload.seed,
+    }
+    return Subject(student, teacher, environment, key)
+
+
+def _load_budget(candidate: Candidate, base: Path) -> tuple[Budget, Path]:
+    if candidate.budget is None:
+        raise BudgetInvalidError(
+            "the candidate names no budget, so there is nothing to admit it against",
+            hint="Set `budget:` in the candidate or pass --budget; `opdcheck budget declare --help` makes one.",
+        )
+    path = resolve(candidate.budget, base)
+    return load_budget(path), path
+
+
+@dataclass
+class _Gathered:
+    rounds: list[Round] = field(default_factory=list)
+    all_cached: bool = True
+
+    def note(self, cached: bool) -> None:
+        self.all_cached = self.all_cached and cached
+
+    def summary(self, session: Session) -> Measurement:
+        from opdcheck.perturb.policy import describe
+
+        candidate = session.candidate
+        parts = describe(candidate, engine=candidate.rollout.engine)
+        provenance = [Part(part=part.part, how=part.how, detail=part.detail) for part in parts]
+        return summarize_rounds(
+            self.rounds, engine=candidate.rollout.engine, provenance=provenance, cached=self.all_cached
+        )
+
+
+def _gather(session: Session, aim: Target, key: Mapping[str, Any], *, fresh: bool, progress: Progress) -> _Gathered:
+    """Measures rounds until the gate knows, looking after each."""
+    decision = session.candidate.decision
+    max_prompts = min(decision.max_prompts or len(session.prompts), len(session.prompts))
+    gate: Gate = new_gate(aim, decision)
+    gathered = _Gathered()
+    for measured in rounds(
+        session, key=key, max_prompts=max_prompts, store=RoundStore(), fresh=fresh, on_cached=gathered.note
+    ):
+        gathered.rounds.append(measured)
+        gate.update(_prompt_values(measured, aim.metric))
+        progress.look(gate, metric=aim.metric, max_prompts=max_prompts)
+        if gate.state != "undecided":
+            break
+    return gathered
+
+
+def _prompt_values(measured: Round, metric: str) -> list[float]:
+    from opdcheck.mismatch.aggregate import summarize
+
+    return summarize(measured.by_prompt()).prompt_values[metric]
+
+
+def with_sources(
+    session: Session, measurement: Measurement, measured: Sequence[Round], budget: Budget, metric: str
+) -> Measurement:
+    """The measurement with its split by source and what the sources, one by one, do not explain."""
+    from opdcheck.sources import split
+
+    rollouts = [rollout for one in measured for rollout in one.rollouts]
+    session.close_engine()  # its memory is needed for the perturbed students
+    session.progress.stage("splitting the mismatch by source")
+    shares: list[SourceShare] = split(
+        session.candidate,
+        session.base,
+        rollouts,
+        session.scorer,
+        session.trainer_hidden(rollouts),
+        metric=metric,
+        calibration_ids=session.calibration_ids,
+        progress=session.progress.stage,
+    )
+    kernel = budget.floor.kernel.get("tv") if budget.floor else None
+    explained = sum(share.tv for share in shares) + (kernel or 0.0)
+    return measurement.model_copy(update={"sources": shares, "left_over": measurement.metrics["tv"].mean - explained})

@@ -1,0 +1,78 @@
+"""`opdcheck admit`: parse, call, print, exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def admit(
+    candidate: Annotated[Path, typer.Argument(help="Candidate file (YAML).", show_default=False)],
+    budget: Annotated[
+        Path | None, typer.Option(envvar="OPDCHECK_BUDGET", help="Budget file instead of the candidate's.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(envvar="OPDCHECK_METRIC", help="Decision scale: tv, kl, k3 or abs_dlogp.")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(envvar="OPDCHECK_ALPHA", help="Error level of the confidence sequence.")
+    ] = None,
+    min_prompts: Annotated[
+        int | None, typer.Option(envvar="OPDCHECK_MIN_PROMPTS", help="No verdict before so many prompts.")
+    ] = None,
+    max_prompts: Annotated[
+        int | None, typer.Option(envvar="OPDCHECK_MAX_PROMPTS", help="Inconclusive after so many prompts.")
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", envvar="OPDCHECK_SOURCES", help="Split by source even when admitted.")
+    ] = False,
+    accept_stale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD", help="Forgive one changed fingerprint, e.g. environment.vllm; shown in the verdict."
+        ),
+    ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", envvar="OPDCHECK_OBSERVE", help="Trial period: exit 0 instead of 1 and 3.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", envvar="OPDCHECK_FRESH", help="Measure again what the cache already holds.")
+    ] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write everything measured as JSON ('-': stdout).")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for CI as Markdown.")
+    ] = None,
+) -> None:
+    """Measure a rollout configuration and compare it with the student's budget.
+
+    Exit codes: 0 admitted, 1 rejected, 2 wrong usage or file, 3 no verdict, 4 failure.
+    """
+    from opdcheck import admission
+    from opdcheck.cli import output
+    from opdcheck.cli.console import TerminalProgress, log_console, result_console
+
+    output.check_writable(json_file, markdown_file)
+    overrides: dict[str, Any] = {
+        "budget": None if budget is None else str(budget.absolute()),
+        "decision.metric": metric,
+        "decision.alpha": alpha,
+        "decision.min_prompts": min_prompts,
+        "decision.max_prompts": max_prompts,
+    }
+    with TerminalProgress(log_console()) as progress:
+        report = admission.admit(
+            candidate,
+            overrides={key: value for key, value in overrides.items() if value is not None},
+            sources=sources,
+            accept_stale=accept_stale,
+            observe=observe,
+            fresh=fresh,
+            progress=progress,
+        )
+    output.write(report, json_file, markdown_file)
+    output.show(report, result_console() if json_file != "-" else log_console())
+    raise typer.Exit(report.verdict.exit_code)

@@ -1,0 +1,79 @@
+"""`opdcheck budget show | verify | declare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Show, verify or declare a student's mismatch budget.", no_args_is_help=True)
+
+
+@app.command("show")
+def show(budget: Annotated[Path, typer.Argument(help="Budget file (YAML).", show_default=False)]) -> None:
+    """Print a budget: limits, floor, fingerprints, evidence."""
+    from opdcheck.budget import load_budget
+    from opdcheck.cli import budget_show
+    from opdcheck.cli.console import result_console
+
+    budget_show.show(load_budget(budget), result_console())
+
+
+@app.command("verify")
+def verify(
+    candidate: Annotated[Path, typer.Argument(help="Candidate file that names the budget.", show_default=False)],
+    budget: Annotated[Path | None, typer.Option(help="Budget file instead of the candidate's.")] = None,
+) -> None:
+    """Compare a budget's fingerprints with the candidate's student and this machine: exit 0 if all agree, else 3."""
+    from opdcheck import admission
+    from opdcheck.cli import budget_show
+    from opdcheck.cli.console import result_console
+
+    stored, subject = admission.verify(candidate, budget=budget)
+    exit_code = budget_show.verify(stored, subject.student, subject.teacher, subject.environment, result_console())
+    raise typer.Exit(exit_code)
+
+
+@app.command("declare")
+def declare(
+    candidate: Annotated[
+        Path, typer.Argument(help="Candidate file: names student, engine, workload.", show_default=False)
+    ],
+    limit: Annotated[
+        list[str], typer.Option("--limit", metavar="METRIC=VALUE", help="Limit of the total; may be given again.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Budget file to write.")],
+    reason: Annotated[str, typer.Option(help="Why this limit; shown in every verdict.")],
+    name: Annotated[str | None, typer.Option(help="Name of the budget; default: the student's.")] = None,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts that the floor is measured on.")] = 16,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write a budget that your team sets by hand. Floor and fingerprints are measured, the limit is yours."""
+    from opdcheck import declaration
+    from opdcheck.budget import write_budget
+    from opdcheck.cli import budget_show, output
+    from opdcheck.cli.console import TerminalProgress, log_console, result_console
+    from opdcheck.errors import ConfigError
+
+    total = dict(_parse_limit(text) for text in limit)
+    output.check_writable(None, None, out=out)
+    if out.exists() and not force:
+        raise ConfigError(f"--out: {out} exists", hint="--force overwrites it.")
+    with TerminalProgress(log_console()) as progress:
+        declared = declaration.declare(
+            candidate, total=total, reason=reason, name=name, prompts=prompts, progress=progress
+        )
+    write_budget(out, declared)
+    budget_show.show(declared, result_console())
+    typer.echo(f"written: {out}", err=True)
+
+
+def _parse_limit(text: str) -> tuple[str, float]:
+    from opdcheck.errors import ConfigError
+
+    metric, _, value = text.partition("=")
+    try:
+        return metric.strip(), float(value)
+    except ValueError:
+        raise ConfigError(f"--limit: expected METRIC=VALUE such as k3=0.015, found {text!r}") from None

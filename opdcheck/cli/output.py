@@ -1,0 +1,71 @@
+"""Where a report goes: the screen, `--json`, `--markdown` and, inside GitHub Actions, the job's summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opdcheck.errors import ConfigError
+from opdcheck.files import write_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from opdcheck.report.record import Report
+
+
+def check_writable(json_file: str | None, markdown_file: Path | None, *, out: Path | None = None) -> None:
+    """Finds out before the measurement, not after it, that a report could not be written.
+
+    Raises:
+        ConfigError: naming the flag and the path.
+    """
+    for flag, path in (("--json", json_file), ("--markdown", markdown_file), ("--out", out)):
+        if path is None or str(path) == "-":
+            continue
+        target = Path(path)
+        if target.is_dir():
+            raise ConfigError(f"{flag}: {path} is a folder", hint="Name a file.")
+        folder = target.absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"{flag}: cannot write {path}: {folder} is not a writable folder")
+
+
+def write(report: Report, json_file: str | None, markdown_file: Path | None) -> None:
+    """Writes the files that were asked for, each atomically.
+
+    Raises:
+        OpdcheckError: a file could not be written; the verdict is then not reported as one.
+    """
+    from opdcheck.errors import OpdcheckError
+    from opdcheck.report.markdown import to_markdown
+    from opdcheck.report.record import to_json
+
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    try:
+        if json_file == "-":
+            sys.stdout.write(to_json(report) + "\n")
+        elif json_file is not None:
+            write_atomically(Path(json_file), to_json(report) + "\n")
+        if markdown_file is not None:
+            write_atomically(markdown_file, to_markdown(report))
+        if summary:
+            # The runner's file is shared by all steps of a job: it is appended to, never replaced.
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(to_markdown(report))
+    except OSError as error:
+        raise OpdcheckError(
+            f"the measurement is done, but a report could not be written: {error}",
+            hint="Measured rounds are kept: run the same command again with another path.",
+        ) from error
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the report for a person."""
+    from opdcheck.report.terminal import render
+
+    console.print(render(report))

@@ -1,0 +1,59 @@
+"""What can be known to be wrong before a model is loaded: engine arguments, kernels, shapes, skipped layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opdcheck.config import Candidate, Quantization
+from opdcheck.yamlfile import Located
+
+
+def check(located: Located[Candidate], base: Path) -> None:
+    """Checks a candidate against the engine's and the model's own rules.
+
+    Raises:
+        ConfigError: with file, line and key of what does not fit.
+    """
+    if located.value.rollout.engine == "vllm":
+        _check_vllm(located)
+    _check_layers(located, base)
+
+
+def _check_vllm(located: Located[Candidate]) -> None:
+    from opdcheck.engines import vllm_engine
+
+    rollout = located.value.rollout
+    vllm_engine.require()
+    for key, message in vllm_engine.check_engine_args(rollout.engine_args):
+        raise located.error(f"rollout.engine_args.{key}", message)
+    scheme = None if rollout.simulate else _scheme_name(rollout.quantization)
+    if message := vllm_engine.check_runnable(scheme, "auto"):
+        raise located.error("rollout.quantization", message)
+    if message := vllm_engine.check_runnable(None, rollout.kv_cache_dtype):
+        raise located.error("rollout.kv_cache_dtype", message)
+
+
+def _scheme_name(quantization: object) -> str | None:
+    if isinstance(quantization, Quantization):
+        return quantization.scheme
+    return quantization if isinstance(quantization, str) else None
+
+
+def _check_layers(located: Located[Candidate], base: Path) -> None:
+    from opdcheck.models import meta_model
+    from opdcheck.perturb.kv_cache import check_kv_cache
+    from opdcheck.perturb.quantization import check_fits, to_quantization_config
+
+    candidate = located.value
+    rollout = candidate.rollout
+    skeleton = meta_model(candidate.student, base)
+    if rollout.quantization is not None:
+        try:
+            config = to_quantization_config(rollout.quantization)
+            check_fits(config, skeleton, fused=rollout.engine == "vllm" and not rollout.simulate)
+        except ValueError as error:
+            raise located.error("rollout.quantization", str(error)) from error
+    try:
+        check_kv_cache(rollout.kv_cache_dtype, rollout.kv_cache_dtype_skip_layers, skeleton, engine=rollout.engine)
+    except ValueError as error:
+        raise located.error("rollout.kv_cache_dtype", str(error)) from error

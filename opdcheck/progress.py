@@ -1,0 +1,28 @@
+"""What long work tells whoever waits for it. The command line draws it; the library default says nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from opdcheck.stats.gate import Gate
+
+
+class Progress(Protocol):
+    """Receives what is being done. All methods return at once."""
+
+    def stage(self, text: str) -> None:
+        """A new step has begun, such as `starting vLLM`."""
+
+    def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
+        """The running interval after a round of prompts."""
+
+
+class Silent:
+    """Says nothing."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
+        pass

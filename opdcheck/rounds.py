@@ -1,0 +1,132 @@
+"""Measured rounds on disk: what makes an interrupted `admit` go on, and a repeated one answer at once.
+
+A round is a few prompts, sampled and scored. Its file is named by a hash of everything that its numbers depend on
+(weights, tokenizer, candidate, prompts, seeds, versions, device), so a stale file can never be read by mistake. The
+format is NumPy's `.npz`, read with pickling off.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from opdcheck.files import cache_dir, write_atomically
+from opdcheck.mismatch.tokens import TokenMismatch
+from opdcheck.rollouts import Prompt, Rollout
+
+FORMAT = 1
+"""Part of every key. Raise it when the meaning of a stored number changes."""
+
+MAX_CACHE_BYTES = 2 * 2**30
+
+_TOKEN_ARRAYS = ("logq", "logp", "tv", "tv_lower", "tv_upper", "kl", "kl_lower", "argmax_flip")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Some prompts' rollouts and their per-token mismatch, in the same order."""
+
+    rollouts: list[Rollout]
+    mismatch: list[TokenMismatch]
+
+    def by_prompt(self) -> list[list[TokenMismatch]]:
+        """The mismatch of each prompt's samples together; prompts in their first order."""
+        groups: dict[int, list[TokenMismatch]] = {}
+        for rollout, mismatch in zip(self.rollouts, self.mismatch, strict=True):
+            groups.setdefault(rollout.prompt.index, []).append(mismatch)
+        return list(groups.values())
+
+
+def round_key(measurement_key: Mapping[str, Any], prompts: Sequence[Prompt]) -> str:
+    """Hash of all that the numbers of one round depend on."""
+    content = {"format": FORMAT, "prompts": [[prompt.index, prompt.token_ids] for prompt in prompts], **measurement_key}
+    return blake3(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class RoundStore:
+    """Reads and writes rounds. An unreadable file counts as absent: it is measured again."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache_dir() / "rounds"
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.npz"
+
+    def load(self, key: str, prompts: Sequence[Prompt]) -> Round | None:
+        """The stored round, or None."""
+        path = self._path(key)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                loaded = _from_arrays(dict(arrays.items()), prompts)
+            os.utime(path)  # so that what is used stays when the cache is pruned
+        except (OSError, ValueError, KeyError, IndexError, EOFError):
+            return None
+        except Exception as error:  # zipfile.BadZipFile and zlib.error, without importing both for two names
+            if type(error).__module__ in ("zipfile", "zlib"):
+                return None
+            raise
+        return loaded
+
+    def save(self, key: str, measured: Round) -> None:
+        """Stores a round. A cache that cannot be written is no reason to lose the measurement: it is then not kept."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, allow_pickle=False, **_to_arrays(measured))
+        try:
+            write_atomically(self._path(key), buffer.getvalue())
+            self._prune()
+        except OSError:
+            return
+
+    def _prune(self) -> None:
+        files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in self.folder.glob("*.npz")), reverse=True)
+        total = 0
+        for _, size, file in files:
+            total += size
+            if total > MAX_CACHE_BYTES:
+                file.unlink(missing_ok=True)
+
+
+def _to_arrays(measured: Round) -> dict[str, np.ndarray[Any, Any]]:
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "prompt_index": np.array([rollout.prompt.index for rollout in measured.rollouts]),
+        "sample": np.array([rollout.sample for rollout in measured.rollouts]),
+        "lengths": np.array([len(rollout) for rollout in measured.rollouts]),
+        "stopped": np.array([rollout.finish_reason == "stop" for rollout in measured.rollouts]),
+        "token_ids": np.concatenate([rollout.token_ids for rollout in measured.rollouts]),
+        "estimator": np.array(measured.mismatch[0].estimator),
+    }
+    for name in _TOKEN_ARRAYS:
+        arrays[name] = np.concatenate([getattr(mismatch, name) for mismatch in measured.mismatch])
+    return arrays
+
+
+def _from_arrays(arrays: Mapping[str, np.ndarray[Any, Any]], prompts: Sequence[Prompt]) -> Round:
+    by_index = {prompt.index: prompt for prompt in prompts}
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    columns = {name: np.split(arrays[name], ends) for name in ("token_ids", *_TOKEN_ARRAYS)}
+    rollouts = [
+        Rollout(
+            prompt=by_index[int(index)],
+            sample=int(sample),
+            token_ids=columns["token_ids"][row],
+            logq=columns["logq"][row],
+            finish_reason="stop" if stopped else "length",
+        )
+        for row, (index, sample, stopped) in enumerate(
+            zip(arrays["prompt_index"], arrays["sample"], arrays["stopped"], strict=True)
+        )
+    ]
+    estimator: Any = str(arrays["estimator"])
+    mismatch = [
+        TokenMismatch(estimator=estimator, **{name: columns[name][row] for name in _TOKEN_ARRAYS})
+        for row in range(len(rollouts))
+    ]
+    return Round(rollouts, mismatch)
