@@ -1,5 +1,25 @@
-"""`python -m opdcheck`."""
+"""Where `opdcheck` and `python -m opdcheck` start.
 
-from opdcheck.cli import main
+Python exits with 1 when a module cannot be imported, and 1 means "rejected" here. So even the command line itself is
+imported under guard: a broken installation exits with 4.
+"""
 
-main()
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Imports the command line and runs it; see `opdcheck.cli.main`."""
+    try:
+        from opdcheck import cli
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        print(f"error: opdcheck cannot start: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        print("Its installation is broken: pip install --force-reinstall opdcheck", file=sys.stderr)  # noqa: T201
+        sys.exit(4)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

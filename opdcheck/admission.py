@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from opdcheck import __version__, preflight
-from opdcheck.budget import Budget, load_budget, require_valid
-from opdcheck.config import Candidate, load_candidate, override, resolve
-from opdcheck.environment import Environment, current_environment
-from opdcheck.errors import BudgetInvalidError
+from opdcheck.budget import Budget, Environment, load_budget, no_budget_named, require_valid
+from opdcheck.config import Candidate, load_candidate, resolve
+from opdcheck.environment import current_environment
 from opdcheck.fingerprint import ModelFingerprint, fingerprint_model
 from opdcheck.measure import rounds, summarize_rounds
 from opdcheck.measurement import Measurement, Part, SourceShare
@@ -23,6 +22,7 @@ from opdcheck.rounds import Round, RoundStore
 from opdcheck.session import Session
 from opdcheck.stats.gate import Gate
 from opdcheck.verdict import Target, new_gate, reach, target
+from opdcheck.yamlfile import Located
 
 
 def admit(
@@ -52,10 +52,10 @@ def admit(
     """
     progress = progress or Silent()
     started = time.monotonic()
-    located = override(load_candidate(Path(candidate_file)), overrides or {})
+    located = load_candidate(Path(candidate_file), overrides)
     candidate, base = located.value, located.path.parent
     progress.stage("checking candidate and budget")
-    budget, budget_path = _load_budget(candidate, base)
+    budget, budget_path = _load_budget(located)
     aim = target(budget, candidate.decision)
     subject = identify(candidate, base)
     accepted = require_valid(budget, subject.student, subject.teacher, subject.environment, accept_stale=accept_stale)
@@ -75,6 +75,7 @@ def admit(
         candidate=candidate,
         budget=budget_summary(budget, budget_path),
         student=subject.student,
+        teacher=subject.teacher,
         environment=subject.environment,
         measurement=measurement,
         verdict=verdict,
@@ -120,13 +121,21 @@ def identify(candidate: Candidate, base: Path) -> Subject:
     return Subject(student, teacher, environment, key)
 
 
-def _load_budget(candidate: Candidate, base: Path) -> tuple[Budget, Path]:
-    if candidate.budget is None:
-        raise BudgetInvalidError(
-            "the candidate names no budget, so there is nothing to admit it against",
-            hint="Set `budget:` in the candidate or pass --budget; `opdcheck budget declare --help` makes one.",
-        )
-    path = resolve(candidate.budget, base)
+def verify(candidate_file: str | Path, *, budget: str | Path | None = None) -> tuple[Budget, Subject]:
+    """A candidate's budget, and the student and environment that it would have to belong to.
+
+    Raises:
+        ConfigError: the candidate or the budget file is wrong.
+        BudgetInvalidError: the candidate names no budget.
+    """
+    located = load_candidate(Path(candidate_file), {"budget": None if budget is None else Path(budget)})
+    return _load_budget(located)[0], identify(located.value, located.path.parent)
+
+
+def _load_budget(located: Located[Candidate]) -> tuple[Budget, Path]:
+    if located.value.budget is None:
+        raise no_budget_named(located.path)
+    path = resolve(located.value.budget, located.path.parent)
     return load_budget(path), path
 
 

@@ -5,14 +5,140 @@ Nothing here imports torch: `opdcheck schema` and every configuration error answ
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from opdcheck import yamlfile
+from opdcheck.complaints import complaints, describe, one_of
+from opdcheck.errors import ConfigError
+from opdcheck.yamlfile import Located
 
 DType = Literal["bfloat16", "float16", "float32"]
 Metric = Literal["tv", "kl", "k3", "abs_dlogp"]
 EngineName = Literal["transformers", "vllm"]
+
+# `vllm.config.cache.CacheDType` of vLLM 0.32.0, which cannot be imported here; a test compares the two.
+KVCacheDType = Literal[
+    "auto",
+    "float16",
+    "bfloat16",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_inc",
+    "fp8_ds_mla",
+    "nvfp4_ds_mla",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+    "ultraquant_4bit",
+    "int4_per_token_head",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "nvfp4",
+    "nvfp4_4over6",
+]
+
+# The keys of `compressed_tensors.quantization.PRESET_SCHEMES` (0.17.0), whose import would load torch; a test compares.
+PRESET_SCHEMES = (
+    "UNQUANTIZED",
+    "W8A16",
+    "W4A16",
+    "W4A16_ASYM",
+    "W8A8",
+    "INT8",
+    "W4A8",
+    "W4AFP8",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4A16",
+    "NVFP4",
+    "MXFP4A16",
+    "MXFP4",
+    "MXFP8A16",
+    "MXFP8",
+)
+
+# vLLM arguments that the candidate file has a key for, and that key.
+OWN_KEYS = {
+    "model": "rollout.model or student.path",
+    "dtype": "rollout.dtype",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "kv_cache_dtype_skip_layers": "rollout.kv_cache_dtype_skip_layers",
+    "seed": "workload.seed",
+    "max_logprobs": "rollout.logprobs",
+    "tokenizer": "student.path",
+    "tokenizer_revision": "student.revision",
+    "revision": "student.revision or rollout.model.revision",
+    "code_revision": "student.revision or rollout.model.revision",
+    "trust_remote_code": "student.trust_remote_code",
+    "allow_deprecated_quantization": "rollout.quantization",
+}
+# vLLM arguments without which the measurement would not be one.
+FIXED_ARGS = {
+    "logprobs_mode": "it must describe the distribution that was sampled from",
+    "logits_processors": "the trainer's side cannot apply them",
+    "skip_tokenizer_init": "only token ids are passed",
+    "runner": "rollouts are generated text",
+    "convert": "rollouts are generated text",
+    "override_generation_config": "`rollout.sampling` says how to sample",
+}
+
+# Arguments of `apply_chat_template` that are no business of the template.
+TOKENIZATION_ARGS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
+
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def _preset(name: str) -> str:
+    """A preset's name as compressed-tensors spells it; case does not matter there either."""
+    if name.upper() not in PRESET_SCHEMES:
+        raise ValueError(one_of(PRESET_SCHEMES, name))
+    return name.upper()
+
+
+def _device(name: str) -> str:
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"expected `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, found {describe(name)}")
+    return name
+
+
+def _unique(indices: list[int]) -> list[int]:
+    for position, index in enumerate(indices):
+        if index in indices[:position]:
+            raise ValueError(f"expected each layer once, found {index} twice")
+    return indices
+
+
+def _has_groups(config: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(config["config_groups"], dict) or not config["config_groups"]:
+        raise ValueError("expected `config_groups` to map group names to schemes, as in compressed-tensors")
+    return config
+
+
+PresetName = Annotated[str, AfterValidator(_preset), Field(json_schema_extra={"enum": list(PRESET_SCHEMES)})]
+LayerIndex = Annotated[int, Field(ge=0)]
 
 
 class Model(BaseModel):
@@ -21,10 +147,16 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class ModelRef(Model):
+class Section(Model):
+    """Base of the candidate file's sections: besides, numbers are finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class ModelRef(Section):
     """A model on disk or on a hub."""
 
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     """Folder (relative to this file, `~` allowed) or hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
@@ -37,14 +169,14 @@ class Student(ModelRef):
 
     dtype: DType = "bfloat16"
     """Compute dtype of the trainer, in which `logp` is scored."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
     """`auto` (first GPU if there is one), `cpu`, `cuda:1`, ..."""
 
 
-class Quantization(Model):
+class Quantization(Section):
     """A compressed-tensors scheme applied to some of the student's layers."""
 
-    scheme: str
+    scheme: PresetName
     """Preset name: `FP8_DYNAMIC`, `FP8`, `FP8_BLOCK`, `W8A8`, `W4A16`, `NVFP4`, `MXFP8`, ..."""
     targets: list[str] = ["Linear"]
     """Module classes, names, or `re:` patterns, as in compressed-tensors."""
@@ -54,7 +186,35 @@ class Quantization(Model):
     """Instead of the preset's group size (W4A16: 128)."""
 
 
-class Sampling(Model):
+def _quantization_form(value: Any) -> str | None:
+    """Which of its three forms `quantization` has, so that an error speaks of that form only."""
+    if isinstance(value, str):
+        return "<name>"
+    if isinstance(value, Quantization):
+        return "<scheme>"
+    if isinstance(value, Mapping):
+        return "<full>" if "config_groups" in value else "<scheme>"
+    return None
+
+
+QuantizationChoice = Annotated[
+    Annotated[PresetName, Tag("<name>")]
+    | Annotated[Quantization, Tag("<scheme>")]
+    | Annotated[
+        dict[str, Any],
+        AfterValidator(_has_groups),
+        Field(json_schema_extra={"required": ["config_groups"]}),
+        Tag("<full>"),
+    ],
+    Discriminator(
+        _quantization_form,
+        custom_error_type="quantization_form",
+        custom_error_message="expected a scheme name, or a mapping with `scheme` or `config_groups`",
+    ),
+]
+
+
+class Sampling(Section):
     """How the rollout policy is sampled. Both sides are measured under the same transform."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -70,16 +230,22 @@ class Sampling(Model):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-class Staleness(Model):
+class Staleness(Section):
     """The rollout policy holds weights that are `lag` optimizer steps older than the trainer's."""
 
-    checkpoint: str
+    checkpoint: Annotated[str, Field(min_length=1)]
     """Folder or hub id of the older weights."""
+    revision: str | None = None
+    """Hub revision, such as a training step's branch."""
     lag: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps between the two; for the record."""
 
+    def as_model(self) -> ModelRef:
+        """The older weights as a model to load."""
+        return ModelRef(path=self.checkpoint, revision=self.revision)
 
-class Noise(Model):
+
+class Noise(Section):
     """Gaussian noise on the rollout policy."""
 
     weights: Annotated[float, Field(ge=0)] = 0.0
@@ -89,19 +255,19 @@ class Noise(Model):
     seed: int = 0
 
 
-class Rollout(Model):
+class Rollout(Section):
     """The candidate: who samples, and in what state."""
 
     engine: EngineName = "vllm"
     model: ModelRef | None = None
     """Another checkpoint to sample from, e.g. one already quantized by llm-compressor. Default: the student."""
     dtype: DType = "bfloat16"
-    quantization: str | Quantization | dict[str, Any] | None = None
+    quantization: QuantizationChoice | None = None
     """A compressed-tensors preset name, `{scheme, targets, ignore, group_size}`, or a full `quantization_config`
     with `config_groups`."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     """vLLM's names: `auto`, `bfloat16`, `fp8`, `fp8_e4m3`, `fp8_e5m2`, `fp8_per_token_head`, ..."""
-    kv_cache_dtype_skip_layers: list[int] = []
+    kv_cache_dtype_skip_layers: Annotated[list[LayerIndex], AfterValidator(_unique)] = []
     """Layers whose KV cache stays in the rollout dtype."""
     simulate: bool = False
     """Let fake quantization stand in for what the engine cannot run here. Every report says so."""
@@ -114,7 +280,7 @@ class Rollout(Model):
     """Handed to vLLM's `LLM(...)` as they are, after a check against its own argument list."""
 
 
-class Workload(Model):
+class Workload(Section):
     """The prompts that calibration rollouts start from."""
 
     prompts: str
@@ -129,7 +295,7 @@ class Workload(Model):
     seed: int = 0
 
 
-class Decision(Model):
+class Decision(Section):
     """How the verdict is reached."""
 
     metric: Metric | None = None
@@ -144,7 +310,7 @@ class Decision(Model):
     """Prompts sampled and scored between two looks at the interval."""
 
 
-class Candidate(Model):
+class Candidate(Section):
     """A rollout configuration under test: `opdcheck admit candidate.yaml`."""
 
     student: Student
@@ -158,5 +324,206 @@ class Candidate(Model):
 
 
 def resolve(path: str, base: Path) -> Path:
-    """`path` as the file at `base` means it: `~` expanded, relative to the file's folder."""
-    return (base / Path(path).expanduser()).resolve()
+    """`path` as the file at `base` means it: `~` expanded, relative to the file's folder.
+
+    Raises:
+        ConfigError: no operating system could have such a path, or `~name` names no user.
+    """
+    try:
+        return (base / Path(path).expanduser()).resolve()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(f"not a usable path: {path!r}: {error}") from None
+
+
+def is_local(path: str, base: Path) -> bool:
+    """Whether a model's `path` means a folder on disk rather than a hub id."""
+    return path.startswith((".", "/", "~")) or resolve(path, base).exists()
+
+
+def load_candidate(
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    budget_must_exist: bool = True,
+) -> Located[Candidate]:
+    """Reads a candidate file and makes every check that needs no model and no engine.
+
+    Args:
+        path: the file; relative paths in it start from its folder.
+        overrides, flags: as for `override`, applied before files are looked for.
+        budget_must_exist: False where the budget is about to be written.
+
+    Raises:
+        ConfigError: one line per mistake, in file order, each `FILE:LINE: key.path: expected ..., found ...`.
+    """
+    located = yamlfile.load_located(path, Candidate)
+    return override(located, overrides or {}, flags=flags, budget_must_exist=budget_must_exist)
+
+
+def override(
+    located: Located[Candidate],
+    values: Mapping[str, Any],
+    *,
+    flags: Mapping[str, str] | None = None,
+    budget_must_exist: bool = True,
+) -> Located[Candidate]:
+    """The candidate with some keys set by flags or variables, checked again as a whole.
+
+    Args:
+        located: a loaded candidate.
+        values: dotted key -> value, e.g. `{"decision.alpha": 0.1}`; None means "not given". A `Path` is relative to the
+            current folder, as flags are, and not to the file.
+        flags: dotted key -> what the user wrote, for messages. Default `--alpha` for `decision.alpha`.
+
+    Raises:
+        ConfigError: naming the flag whose value is wrong, or file and line of what no longer fits.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    names = {key: (flags or {}).get(key, default_flag(key)) for key in given}
+    changed = located.replace(located.value, names)
+    if given:
+        changed = changed.replace(_validated(changed, given))
+    problems = [*rule_problems(changed.value), *file_problems(changed.value, changed.path.parent)]
+    if problems := [problem for problem in problems if budget_must_exist or problem[0] != "budget"]:
+        raise changed.errors(problems)
+    return changed
+
+
+def default_flag(key: str) -> str:
+    """`--max-prompts` for `decision.max_prompts`."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def _validated(located: Located[Candidate], given: Mapping[str, Any]) -> Candidate:
+    data = located.value.model_dump(mode="json", exclude_unset=True)
+    for key, value in given.items():
+        *parents, name = key.split(".")
+        section = data
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[name] = str(value.absolute()) if isinstance(value, Path) else value
+    try:
+        return Candidate.model_validate(data, strict=True)
+    except ValidationError as error:
+        found = [(complaint.key, complaint.message) for complaint in complaints(error, Candidate, data)]
+        raise located.errors(found) from None
+
+
+Problem = tuple[str, str]
+"""Dotted key, and what is wrong with its value."""
+
+
+def rule_problems(candidate: Candidate) -> Iterator[Problem]:
+    """What is wrong between keys; no file is touched."""
+    yield from _engine_problems(candidate.rollout)
+    yield from _engine_args_problems(candidate.rollout)
+    yield from _prompt_count_problems(candidate.workload, candidate.decision)
+    for name in candidate.workload.chat_template_kwargs:
+        if name in TOKENIZATION_ARGS:
+            yield f"workload.chat_template_kwargs.{name}", "cannot be set: opdcheck decides how prompts are tokenized"
+    if candidate.rollout.model and candidate.rollout.staleness:
+        yield "rollout.staleness", "`rollout.model` names the weights to sample from already; use one of the two"
+
+
+def file_problems(candidate: Candidate, base: Path) -> Iterator[Problem]:
+    """What is wrong with the files and models that a candidate names. Nothing is read and no hub is asked."""
+    rollout = candidate.rollout
+    stale = rollout.staleness.as_model() if rollout.staleness else None
+    yield from _model_problems("student", "path", candidate.student, base)
+    yield from _model_problems("teacher", "path", candidate.teacher, base)
+    yield from _model_problems("rollout.model", "path", rollout.model, base)
+    yield from _model_problems("rollout.staleness", "checkpoint", stale, base)
+    yield from _file_problems("workload.prompts", candidate.workload.prompts, base, (".jsonl", ".ndjson", ".parquet"))
+    if candidate.budget is not None:
+        yield from _file_problems("budget", candidate.budget, base, ())
+
+
+def _engine_problems(rollout: Rollout) -> Iterator[Problem]:
+    if rollout.engine == "vllm":
+        if rollout.noise and rollout.noise.logits:
+            yield "rollout.noise.logits", "only `engine: transformers` can put noise on logits"
+        return
+    if rollout.simulate:
+        yield (
+            "rollout.simulate",
+            "only for `engine: vllm`; `engine: transformers` simulates quantization always",
+        )
+    if "logprobs" in rollout.model_fields_set:
+        yield "rollout.logprobs", "only for `engine: vllm`; `engine: transformers` gives the whole distribution"
+    if rollout.engine_args:
+        yield "rollout.engine_args", "only for `engine: vllm`, whose arguments these are"
+
+
+def _engine_args_problems(rollout: Rollout) -> Iterator[Problem]:
+    if rollout.engine != "vllm":
+        return
+    for name in rollout.engine_args:
+        argument = name.replace("-", "_")
+        key = f"rollout.engine_args.{name}"
+        if argument in OWN_KEYS:
+            yield key, f"the candidate file has its own key for it: {OWN_KEYS[argument]}"
+        elif argument in FIXED_ARGS:
+            yield key, f"cannot be set: {FIXED_ARGS[argument]}"
+        elif argument in ("quantization", "quantization_config") and rollout.quantization is not None:
+            yield key, "`rollout.quantization` is set as well; use one of the two"
+
+
+def _prompt_count_problems(workload: Workload, decision: Decision) -> Iterator[Problem]:
+    if decision.max_prompts is not None and decision.max_prompts < decision.min_prompts:
+        yield (
+            "decision.max_prompts",
+            f"expected at least decision.min_prompts ({decision.min_prompts}), found {decision.max_prompts}",
+        )
+    if workload.num_prompts is not None and workload.num_prompts < decision.min_prompts:
+        yield (
+            "workload.num_prompts",
+            f"expected at least decision.min_prompts ({decision.min_prompts}), found {workload.num_prompts}: "
+            "there could be no verdict",
+        )
+
+
+def _model_problems(key: str, name: str, model: ModelRef | None, base: Path) -> Iterator[Problem]:
+    if model is None:
+        return
+    try:
+        local, folder = is_local(model.path, base), resolve(model.path, base)
+    except ConfigError as error:
+        yield f"{key}.{name}", error.message
+        return
+    if not local:
+        if not _HUB_ID.fullmatch(model.path):
+            yield f"{key}.{name}", f"no such folder, and no hub id (`owner/name`) either: {model.path}"
+    elif not folder.exists():
+        yield f"{key}.{name}", f"no such folder: {folder}"
+    elif not folder.is_dir():
+        yield f"{key}.{name}", f"expected a model folder (config.json and safetensors), found a file: {folder}"
+    elif not (folder / "config.json").is_file():
+        yield f"{key}.{name}", f"no config.json in this folder, so it holds no model: {folder}"
+    elif model.revision is not None:
+        yield f"{key}.revision", f"only for a hub id; `{name}` is a folder on disk"
+
+
+def _file_problems(key: str, path: str, base: Path, suffixes: tuple[str, ...]) -> Iterator[Problem]:
+    try:
+        file = resolve(path, base)
+    except ConfigError as error:
+        yield key, error.message
+        return
+    if not file.exists():
+        yield key, f"no such file: {file}{_nearest_file(file)}"
+    elif not file.is_file():
+        yield key, f"expected a file, found a folder: {file}"
+    elif suffixes and file.suffix.lower() not in suffixes:
+        yield key, f"expected a file that ends in {' or '.join(suffixes)}, found {file.name}"
+
+
+def _nearest_file(file: Path) -> str:
+    try:
+        names = [entry.name for entry in file.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(file.name, names, n=1, cutoff=0.7)
+    return f" (did you mean `{near[0]}`?)" if near else ""

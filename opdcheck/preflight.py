@@ -27,10 +27,12 @@ def _check_vllm(located: Located[Candidate]) -> None:
     for key, message in vllm_engine.check_engine_args(rollout.engine_args):
         raise located.error(f"rollout.engine_args.{key}", message)
     scheme = None if rollout.simulate else _scheme_name(rollout.quantization)
-    if message := vllm_engine.check_runnable(scheme, "auto"):
-        raise located.error("rollout.quantization", message)
-    if message := vllm_engine.check_runnable(None, rollout.kv_cache_dtype):
-        raise located.error("rollout.kv_cache_dtype", message)
+    for key, problem in (
+        ("rollout.quantization", vllm_engine.check_runnable(scheme, "auto")),
+        ("rollout.kv_cache_dtype", vllm_engine.check_runnable(None, rollout.kv_cache_dtype)),
+    ):
+        if problem:
+            raise located.error(key, problem)
 
 
 def _scheme_name(quantization: object) -> str | None:
@@ -42,7 +44,8 @@ def _scheme_name(quantization: object) -> str | None:
 def _check_layers(located: Located[Candidate], base: Path) -> None:
     from opdcheck.models import meta_model
     from opdcheck.perturb.kv_cache import check_kv_cache
-    from opdcheck.perturb.quantization import check_fits, to_quantization_config
+    from opdcheck.perturb.fit import check_fits
+    from opdcheck.perturb.schemes import to_quantization_config
 
     candidate = located.value
     rollout = candidate.rollout

@@ -57,7 +57,7 @@ def admit(
 
     output.check_writable(json_file, markdown_file)
     overrides: dict[str, Any] = {
-        "budget": None if budget is None else str(budget.absolute()),
+        "budget": budget,
         "decision.metric": metric,
         "decision.alpha": alpha,
         "decision.min_prompts": min_prompts,

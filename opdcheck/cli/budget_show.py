@@ -1,0 +1,146 @@
+"""What `opdcheck budget show` and `opdcheck budget verify` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
+from opdcheck.errors import ExitCode
+from opdcheck.fingerprint import ModelFingerprint, shorten
+from opdcheck.report.layout import Page
+from opdcheck.units import number, plural, quantity
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+
+def show(budget: Budget, console: Console) -> None:
+    """Prints a budget for a person."""
+    console.print(_Shown(budget))
+
+
+def verify(
+    budget: Budget,
+    student: ModelFingerprint,
+    teacher: ModelFingerprint | None,
+    environment: Environment,
+    console: Console,
+) -> ExitCode:
+    """Prints every fingerprinted field with `ok` or `changed`.
+
+    Returns:
+        ADMITTED (0) when all agree, NO_VERDICT (3) when the budget is not valid here.
+    """
+    fields = comparisons(budget, student, teacher, environment)
+    console.print(_Verified(budget, fields))
+    return ExitCode.NO_VERDICT if any(field.differs for field in fields) else ExitCode.ADMITTED
+
+
+@dataclass(frozen=True)
+class _Shown:
+    budget: Budget
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        page, budget = Page.of(options), self.budget
+        yield from page.heading(budget.name, f"{budget.provenance} budget of {budget.created[:10]}")
+        yield from page.rows(_origin(budget))
+        yield ""
+        yield from page.heading("Limits", "of the mean over tokens and prompts" if budget.limits.total else "")
+        yield from page.rows(_limits(budget))
+        yield from _floor(page, budget)
+        yield ""
+        yield from page.heading("Made for")
+        yield from page.rows(_made_for(budget))
+        yield from _warnings(page, budget)
+
+
+@dataclass(frozen=True)
+class _Verified:
+    budget: Budget
+    fields: list[Change]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        page, changed = Page.of(options), [field for field in self.fields if field.differs]
+        word = page.text("NOT VALID here", "bold red") if changed else page.text("VALID here", "bold green")
+        yield from page.heading(self.budget.name, word)
+        yield from page.rows(
+            (
+                page.text("changed", "red") if field.differs else page.text("ok", "green"),
+                field.field,
+                f"{shorten(field.stored)} -> {shorten(field.found)}" if field.differs else shorten(field.found),
+            )
+            for field in self.fields
+        )
+        if changed:
+            yield from page.paragraph(_what_to_do(changed))
+        yield from _warnings(page, self.budget)
+
+
+def _what_to_do(changed: list[Change]) -> str:
+    declare = "Make a budget for what is there now: `opdcheck budget declare`."
+    if len(changed) > 1:
+        return declare
+    return f"{declare} Or forgive this one field with `opdcheck admit --accept-stale {changed[0].field}`."
+
+
+def _origin(budget: Budget) -> Iterator[tuple[str, str]]:
+    if budget.declared_by:
+        yield "declared by", budget.declared_by
+    if budget.reason:
+        yield "reason", budget.reason
+    if budget.method:
+        settings = budget.method.model_dump(exclude_none=True, exclude={"kind"})
+        yield "method", ", ".join([budget.method.kind, *(f"{key} {value}" for key, value in settings.items())])
+    if budget.evidence:
+        yield "evidence", plural(len(budget.evidence), "calibration point")
+
+
+def _limits(budget: Budget) -> Iterator[tuple[str, str]]:
+    limits = budget.limits
+    yield from ((where, quantity(metric, value)) for where, metric, value in limit_list(limits))
+    if limits.prefix_shift is not None:
+        yield "prefix_shift", f"{number(limits.prefix_shift)} nats/token"
+    for metric, tail in limits.tails.items():
+        for name, value in tail.model_dump(exclude_none=True).items():
+            yield f"tails.{metric}.{name}", number(value)
+
+
+def _floor(page: Page, budget: Budget) -> Iterator[str | Text]:
+    floor = budget.floor
+    if floor is None:
+        return
+    yield ""
+    yield from page.heading("Floor", f"{plural(floor.prompts, 'prompt')}, {plural(floor.tokens, 'token')}")
+    metrics = list(floor.kernel)
+    header = [page.text(title, "dim") for title in ("", "kernel", "trainer_null")]
+    rows = [
+        [
+            metric,
+            number(floor.kernel[metric]),
+            number(floor.trainer_null[metric]) if metric in floor.trainer_null else "-",
+        ]
+        for metric in metrics
+    ]
+    yield from page.rows([header, *rows], numeric=(1, 2))
+
+
+def _made_for(budget: Budget) -> Iterator[tuple[str, str]]:
+    for side, model in (("student", budget.student), ("teacher", budget.teacher)):
+        if model is None:
+            continue
+        yield side, model.name
+        for name in ("weights", "tokenizer", "chat_template"):
+            yield f"{side}.{name}", shorten(getattr(model, name))
+    for name, value in budget.environment.model_dump(exclude_none=True).items():
+        yield f"environment.{name}", str(value)
+
+
+def _warnings(page: Page, budget: Budget) -> Iterator[str | Text]:
+    found = budget.warnings()
+    if found:
+        yield ""
+        yield from page.heading("Warnings")
+        yield from page.rows((page.text("!", "yellow"), warning) for warning in found)

@@ -1,0 +1,260 @@
+"""The rollout policy as a live Hugging Face model, with all of a candidate's sources of mismatch or only some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opdcheck.config import Candidate, ModelRef, Quantization
+from opdcheck.engines.base import How, Provenance
+from opdcheck.errors import ConfigError
+from opdcheck.measurement import SourceName
+from opdcheck.models import load_causal_lm, meta_model
+from opdcheck.perturb.kv_cache import is_quantized, quantize_kv_cache
+from opdcheck.perturb.noise import add_weight_noise
+from opdcheck.perturb.quantization import (
+    calibration_pass,
+    fake_quantize_activations,
+    fake_quantize_weights,
+    quantizes_activations,
+    quantizes_weights,
+    to_quantization_config,
+)
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from opdcheck.models import CausalLM
+
+PARTS: tuple[SourceName, ...] = ("staleness", "noise", "weights", "activations", "kv_cache", "dtype")
+"""Every source that a live model can have, in the order of reports. (`kernel` is another engine's.)"""
+
+
+def active_parts(candidate: Candidate) -> list[SourceName]:
+    """The sources that the candidate has, in the order of `PARTS`.
+
+    A checkpoint of its own (`rollout.model`) is the source `weights` as a whole: all that its config asks for.
+
+    Raises:
+        ConfigError: the quantization is not one the library takes.
+    """
+    rollout = candidate.rollout
+    config = quantization_config(candidate)
+    present: dict[SourceName, bool] = {
+        "staleness": rollout.staleness is not None,
+        "noise": rollout.noise is not None and (rollout.noise.weights > 0 or rollout.noise.logits > 0),
+        "weights": rollout.model is not None or (config is not None and quantizes_weights(config)),
+        "activations": config is not None and quantizes_activations(config),
+        "kv_cache": _casts_kv_cache(candidate) or (config is not None and config.kv_cache_scheme is not None),
+        "dtype": rollout.dtype != candidate.student.dtype,
+    }
+    return [part for part in PARTS if present[part]]
+
+
+def build_policy(
+    candidate: Candidate,
+    base: Path,
+    parts: Collection[SourceName],
+    *,
+    calibration_ids: list[list[int]] | None = None,
+) -> CausalLM:
+    """Loads the student and applies the chosen parts of the candidate to it, and nothing else.
+
+    In this order: dtype, staleness (or another checkpoint), noise, weights, activations, KV cache. Noise on logits is
+    not part of the model: see `CausalLM.with_logit_noise`.
+
+    Args:
+        candidate: what to build.
+        base: folder that the candidate file's relative paths start from.
+        parts: from `active_parts`; others are ignored.
+        calibration_ids: token ids that static activation and KV scales are set from.
+
+    Returns:
+        A model in memory of its own.
+
+    Raises:
+        ConfigError: a part does not fit the model, or the checkpoints do not fit each other.
+    """
+    policy = load_base(candidate, base, parts)
+    config = quantization_config(candidate)
+    calibration = calibration_pass(policy.model, calibration_ids) if calibration_ids else None
+    try:
+        if config is not None:
+            _fake_quantize(policy.model, config, parts, calibration)
+        if "kv_cache" in parts:
+            quantize_kv_cache(
+                policy.model,
+                candidate.rollout.kv_cache_dtype,
+                candidate.rollout.kv_cache_dtype_skip_layers,
+                scheme=None if config is None else config.kv_cache_scheme,
+                calibration=calibration,
+            )
+    except ValueError as error:
+        raise ConfigError(f"rollout: {error}") from error
+    return policy
+
+
+def load_base(candidate: Candidate, base: Path, parts: Collection[SourceName]) -> CausalLM:
+    """The checkpoint to perturb, in its dtype, with noise: what comes before quantization.
+
+    Raises:
+        ConfigError: the stale checkpoint is not the student's architecture, or two checkpoints are asked for.
+    """
+    rollout, student = candidate.rollout, candidate.student
+    if rollout.staleness is not None and rollout.model is not None:
+        raise ConfigError(
+            "rollout: give either `model` or `staleness`, not both: each names the weights to sample from"
+        )
+    ref: ModelRef = student
+    if rollout.staleness is not None and "staleness" in parts:
+        ref = ModelRef(path=rollout.staleness.checkpoint, trust_remote_code=student.trust_remote_code)
+    elif rollout.model is not None and "weights" in parts:
+        ref = rollout.model
+    dtype = rollout.dtype if "dtype" in parts else student.dtype
+    policy = load_causal_lm(ref, base, dtype=dtype, device=student.device)
+    if rollout.staleness is not None and "staleness" in parts:
+        _check_same_architecture(policy.model, meta_model(student, base), rollout.staleness.checkpoint)
+    _refuse_quantizing_twice(policy.model, candidate, ref)
+    if rollout.noise is not None and "noise" in parts:
+        add_weight_noise(policy.model, rollout.noise.weights, rollout.noise.seed)
+    return policy
+
+
+def quantization_config(candidate: Candidate) -> QuantizationConfig | None:
+    """The candidate's quantization as the library's object.
+
+    Raises:
+        ConfigError: unknown scheme, or the library refuses it.
+    """
+    if candidate.rollout.quantization is None:
+        return None
+    try:
+        return to_quantization_config(candidate.rollout.quantization)
+    except ValueError as error:
+        raise ConfigError(f"rollout.quantization: {error}") from error
+
+
+def describe(candidate: Candidate, *, engine: str) -> list[Provenance]:
+    """How each part of the candidate is brought about by an engine (`transformers` or `vllm`), for every report."""
+    return [provenance for part in active_parts(candidate) for provenance in _describe_part(candidate, part, engine)]
+
+
+def _fake_quantize(
+    model: Any, config: QuantizationConfig, parts: Collection[SourceName], calibration: Callable[[], None] | None
+) -> None:
+    if "weights" in parts:
+        fake_quantize_weights(model, config)
+    if "activations" in parts:
+        fake_quantize_activations(model, config, calibration)
+
+
+def _casts_kv_cache(candidate: Candidate) -> bool:
+    """Whether `kv_cache_dtype` itself changes what is cached."""
+    chosen = candidate.rollout.kv_cache_dtype
+    return is_quantized(chosen) or chosen not in ("auto", candidate.rollout.dtype)
+
+
+def _refuse_quantizing_twice(model: Any, candidate: Candidate, ref: ModelRef) -> None:
+    rollout = candidate.rollout
+    noisy = rollout.noise is not None and rollout.noise.weights > 0
+    if getattr(model.config, "quantization_config", None) is None or not (noisy or rollout.quantization is not None):
+        return
+    key = "quantization" if rollout.quantization is not None else "noise.weights"
+    raise ConfigError(
+        f"rollout.{key}: {ref.path} is already quantized, so nothing can be added to its weights",
+        hint=f"Leave rollout.{key} out, or name the checkpoint that it was quantized from.",
+    )
+
+
+def _check_same_architecture(stale: Any, student: Any, checkpoint: str) -> None:
+    if stale.config.model_type != student.config.model_type:
+        raise ConfigError(
+            f"rollout.staleness.checkpoint: {checkpoint} is a {stale.config.model_type} model, "
+            f"the student a {student.config.model_type}; expected older weights of the same student"
+        )
+    old = {name: tuple(parameter.shape) for name, parameter in stale.named_parameters()}
+    new = {name: tuple(parameter.shape) for name, parameter in student.named_parameters()}
+    for name in (*new, *old):
+        if old.get(name) != new.get(name):
+            raise ConfigError(
+                f"rollout.staleness.checkpoint: {checkpoint} has {name} {old.get(name, 'nowhere')}, "
+                f"the student {new.get(name, 'nowhere')}; expected older weights of the same student"
+            )
+
+
+def _describe_part(candidate: Candidate, part: SourceName, engine: str) -> list[Provenance]:
+    rollout = candidate.rollout
+    real_engine = engine == "vllm"
+    kernels: How = "real" if real_engine and not rollout.simulate else "simulated"
+    if part == "staleness" and rollout.staleness is not None:
+        lag = "" if rollout.staleness.lag is None else f", {rollout.staleness.lag} optimizer steps old"
+        return [Provenance(part, "real", f"weights of {rollout.staleness.checkpoint}{lag}")]
+    if part == "noise":
+        return _describe_noise(candidate, real_engine)
+    if part == "dtype":
+        return [Provenance(part, "real", f"{rollout.dtype}; the trainer computes in {candidate.student.dtype}")]
+    if part == "weights" and rollout.model is not None and rollout.quantization is None:
+        return [Provenance(part, "real" if real_engine else "simulated", f"checkpoint {rollout.model.path}")]
+    if part == "weights":
+        how = "own kernels" if kernels == "real" else "rounded to the format's grid"
+        return [Provenance(part, kernels, f"{scheme_name(candidate)}, round-to-nearest, {how}")]
+    if part == "activations":
+        if real_engine and rollout.simulate:
+            return [Provenance(part, "not applied", f"{scheme_name(candidate)}: only weights are simulated in vLLM")]
+        return [Provenance(part, kernels, scheme_name(candidate))]
+    return _describe_kv_cache(candidate, real_engine)
+
+
+def _describe_noise(candidate: Candidate, real_engine: bool) -> list[Provenance]:
+    noise = candidate.rollout.noise
+    found = []
+    if noise is not None and noise.weights > 0:
+        found.append(Provenance("noise", "real", f"weights, sigma {noise.weights:g} of each tensor's RMS"))
+    if noise is not None and noise.logits > 0:
+        how: How = "not applied" if real_engine else "real"
+        found.append(Provenance("noise", how, f"logits, sigma {noise.logits:g} nats"))
+    return found
+
+
+def _describe_kv_cache(candidate: Candidate, real_engine: bool) -> list[Provenance]:
+    rollout = candidate.rollout
+    skipped = rollout.kv_cache_dtype_skip_layers
+    but = f", except layers {', '.join(map(str, skipped))}" if skipped else ""
+    config = quantization_config(candidate)
+    if config is not None and config.kv_cache_scheme is not None:
+        if real_engine and rollout.simulate:
+            scales = "scales 1.0: a simulated checkpoint carries none" if is_quantized(rollout.kv_cache_dtype) else ""
+            how: How = "real" if scales else "not applied"
+            return [Provenance("kv_cache", how, f"{rollout.kv_cache_dtype}, {scales or 'kv_cache_scheme'}{but}")]
+        return [Provenance("kv_cache", "real" if real_engine else "simulated", f"fp8, calibrated scales{but}")]
+    return [Provenance("kv_cache", "real" if real_engine else "simulated", f"{rollout.kv_cache_dtype}{but}")]
+
+
+def scheme_name(candidate: Candidate) -> str:
+    """What a report calls the candidate's quantization."""
+    spec = candidate.rollout.quantization
+    if isinstance(spec, Quantization):
+        return spec.scheme if spec.group_size is None else f"{spec.scheme} (group size {spec.group_size})"
+    return spec if isinstance(spec, str) else "quantization config"
+
+
+def free(policy: CausalLM) -> None:
+    """Gives a policy's weights back, so that the next one fits; the policy cannot be used afterwards."""
+    policy.model.to_empty(device="meta")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+__all__ = [
+    "PARTS",
+    "active_parts",
+    "build_policy",
+    "describe",
+    "free",
+    "load_base",
+    "quantization_config",
+    "scheme_name",
+]
