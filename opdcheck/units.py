@@ -18,24 +18,26 @@ UNITS = {
 
 
 def number(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits, trailing zeros dropped: 0.0424, 12.3, 1,234, 3.1e-05, `not finite`."""
+    """`value` with so many significant digits, trailing zeros dropped: 0.0424, 12.3, 4,096, 3.1e-05, `not finite`."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
     if magnitude < -4 or magnitude >= 9:
-        return f"{value:.{digits - 1}e}"
+        return f"{value:.{max(digits - 2, 0)}e}"
     decimals = max(digits - 1 - magnitude, 0)
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def percent(share: float) -> str:
-    """A share of 1 as a whole percentage; below 1 % with one digit: `43 %`, `0.4 %`."""
+    """A share of 1 as a whole percentage, with one digit below 1 %: `43 %`, `0.4 %`, `<0.1 %`."""
     if not math.isfinite(share):
         return "-"
     hundredths = share * 100
+    if 0 < hundredths < 0.05:
+        return "<0.1 %"
     return f"{hundredths:.1f} %" if 0 < abs(hundredths) < 0.95 else f"{hundredths:.0f} %"
 
 

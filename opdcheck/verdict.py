@@ -211,7 +211,8 @@ def _total(gate: Gate, aim: Target, mean: float, decision: Decision) -> Iterator
 
 def _interval(gate: Gate, alpha: float) -> str:
     lower, upper = gate.interval
-    return f"{number((1 - alpha) * 100)} % interval {number(lower)} to {number(upper)}"
+    of = " of the clipped mean" if gate.clipped else ""
+    return f"{number((1 - alpha) * 100)} % interval{of} {number(lower)} to {number(upper)}"
 
 
 def _non_finite(measurement: Measurement, aim: Target) -> Iterator[Reason]:
@@ -257,14 +258,12 @@ def _clipped(gate: Gate, aim: Target, mean: float) -> Iterator[Reason]:
     if not gate.clipped:
         return
     some = f"{plural(gate.clipped, 'prompt')} of {gate.prompts} above {number(CLIP_MULTIPLE)} times the limit"
-    if mean > aim.limit:
-        text = (
-            f"{some}; with them unclipped the mean is {quantity(aim.metric, mean)}, above the limit {number(aim.limit)}"
-        )
-        yield Reason(code="clipped", text=text, value=mean, limit=aim.limit, effect="inconclusive")
-    else:
-        text = f"{some}; the interval counts them as {number(CLIP_MULTIPLE)} times the limit, the mean as they are"
+    if mean <= aim.limit or gate.state == "reject":
+        text = f"{some}: cut to that in the interval, counted in full in the mean"
         yield Reason(code="clipped", text=text, value=mean, limit=aim.limit, effect="note")
+    else:
+        text = f"{some}: counted in full, the mean {quantity(aim.metric, mean)} is not within the limit"
+        yield Reason(code="clipped", text=text, value=mean, limit=aim.limit, effect="inconclusive")
 
 
 def _other_totals(measurement: Measurement, budget: Budget, aim: Target) -> Iterator[Reason]:

@@ -145,7 +145,10 @@ def test_gumbel_max_samples_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     draws = (probabilities.log() + gumbel_noise(range(10_000), 0, 5)).argmax(-1)
     counts = torch.bincount(draws, minlength=5).numpy()
-    assert stats.chisquare(counts, probabilities.double().numpy() / probabilities.double().sum().item() * 10_000).pvalue > 1e-3
+    assert (
+        stats.chisquare(counts, probabilities.double().numpy() / probabilities.double().sum().item() * 10_000).pvalue
+        > 1e-3
+    )
 
 
 def test_gumbel_noise_is_keyed_by_seed_position_and_token() -> None:

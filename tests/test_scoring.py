@@ -75,7 +75,9 @@ def with_top(one: Rollout, logq: np.ndarray, k: int) -> Rollout:
 def test_scores_are_the_models_own(name: str, tmp_path: Path) -> None:
     model = load(save(name, tmp_path))
     rollouts = random_rollouts()
-    for one, scores in zip(rollouts, Scorer(model, batch_tokens=64).score(rollouts, Sampling(temperature=1.5)), strict=True):
+    for one, scores in zip(
+        rollouts, Scorer(model, batch_tokens=64).score(rollouts, Sampling(temperature=1.5)), strict=True
+    ):
         logp = log_softmax(reference_logits(model, one) / 1.5)
         np.testing.assert_allclose(scores.logp, logp[np.arange(len(one)), one.token_ids], atol=1e-4)
         assert scores.logp.dtype == np.float64
@@ -351,7 +353,9 @@ def wide_student(dtype: torch.dtype, vocab: int = 262_144) -> CausalLM:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.9), Sampling(temperature=0.9, top_k=50, top_p=0.9, min_p=1e-5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.9), Sampling(temperature=0.9, top_k=50, top_p=0.9, min_p=1e-5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chunk_stays_within_its_bytes(dtype: torch.dtype, sampling: Sampling, noise: float) -> None:
     model = wide_student(dtype)

@@ -16,8 +16,8 @@ from opdcheck.units import number, percent, plural, quantity
         (12.345, "12.3"),
         (123.4, "123"),
         (4096, "4,096"),
-        (0.0000312, "3.12e-05"),
-        (1.5e12, "1.50e+12"),
+        (0.0000312, "3.1e-05"),
+        (1.5e12, "1.5e+12"),
         (-0.0034, "-0.0034"),
         (0, "0"),
         (float("nan"), "not finite"),
@@ -30,7 +30,15 @@ def test_number(value, text):
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.43, "43 %"), (0.0042, "0.4 %"), (0, "0 %"), (1.0, "100 %"), (-0.031, "-3 %"), (float("nan"), "-")],
+    [
+        (0.43, "43 %"),
+        (0.0042, "0.4 %"),
+        (1e-9, "<0.1 %"),
+        (0, "0 %"),
+        (1.0, "100 %"),
+        (-0.031, "-3 %"),
+        (float("nan"), "-"),
+    ],
 )
 def test_percent(share, text):
     assert percent(share) == text

@@ -80,12 +80,10 @@ def convert_atomically(gguf: Path, out: Path) -> None:
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantizes the GGUF weights to bfloat16 and writes them with the tokenizer and its chat template."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

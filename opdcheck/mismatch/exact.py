@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from opdcheck.mismatch.tokens import Floats, TokenMismatch
@@ -83,7 +83,7 @@ def exact_mismatch(
     logp: Float[Tensor, " tokens"] | Float[np.ndarray, " tokens"],
     tv: Float[Tensor, " tokens"],
     kl: Float[Tensor, " tokens"],
-    argmax_flip: Bool[Tensor, " tokens"],
+    argmax_flip: Shaped[Tensor, " tokens"],
 ) -> TokenMismatch:
     """The record of one completion from its sampled tokens' log-probabilities and its `divergence`.
 

@@ -85,8 +85,8 @@ def topk_mismatch(
 ) -> TokenMismatch:
     """Mismatch of one completion from the engine's top-k. With k = 0 this is `sampled_mismatch`.
 
-    `tv` and `kl` are unbiased for each token (module docstring); `tv_lower`, `tv_upper` and `kl_lower` hold for certain.
-    A single token's estimate may lie outside its bounds, since it depends on the draw; its expectation does not.
+    `tv` and `kl` are unbiased for each token (module docstring); `tv_lower`, `tv_upper` and `kl_lower` hold for
+    certain. A single token's estimate may lie outside its bounds, since it depends on the draw; its mean does not.
 
     Args:
         token_ids, logq, logp: the sampled tokens and their log-probabilities under q and p.
@@ -147,7 +147,7 @@ def _split(
         sampled_p=np.where(in_tail, np.exp(np.asarray(logp, np.float64)), 0.0),
         sampled_log_r=metrics.log_ratio(logq, logp),
         in_tail=in_tail,
-        exhausted=np.isneginf(top_logq).any(1),
+        exhausted=np.any(top_logq == -np.inf, axis=1),
     )
 
 

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from opdcheck.config import Candidate, ModelRef, Quantization
+from opdcheck.config import Candidate, DType, ModelRef, Quantization
 from opdcheck.engines.base import How, Provenance
-from opdcheck.errors import ConfigError
+from opdcheck.errors import ConfigError, EngineError
 from opdcheck.measurement import SourceName
-from opdcheck.models import load_causal_lm, meta_model
+from opdcheck.models import (
+    CausalLM,
+    load_causal_lm,
+    load_config,
+    local_or_hub,
+    meta_model,
+    quiet_transformers,
+    resolve_device,
+)
 from opdcheck.perturb.kv_cache import is_quantized, quantize_kv_cache
 from opdcheck.perturb.noise import add_weight_noise
 from opdcheck.perturb.quantization import (
@@ -26,8 +35,6 @@ from opdcheck.perturb.quantization import (
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
-
-    from opdcheck.models import CausalLM
 
 PARTS: tuple[SourceName, ...] = ("staleness", "noise", "weights", "activations", "kv_cache", "dtype")
 """Every source that a live model can have, in the order of reports. (`kernel` is another engine's.)"""
@@ -114,13 +121,41 @@ def load_base(candidate: Candidate, base: Path, parts: Collection[SourceName]) -
     elif rollout.model is not None and "weights" in parts:
         ref = rollout.model
     dtype = rollout.dtype if "dtype" in parts else student.dtype
-    policy = load_causal_lm(ref, base, dtype=dtype, device=student.device)
+    policy = _load(ref, base, dtype, student.device)
     if rollout.staleness is not None and "staleness" in parts:
         _check_same_architecture(policy.model, meta_model(student, base), rollout.staleness.checkpoint)
     _refuse_quantizing_twice(policy.model, candidate, ref)
     if rollout.noise is not None and "noise" in parts:
         add_weight_noise(policy.model, rollout.noise.weights, rollout.noise.seed)
     return policy
+
+
+def _load(ref: ModelRef, base: Path, dtype: DType, device: str) -> CausalLM:
+    """As `load_causal_lm`; compressed weights are decompressed first, for a decoder called alone would not do it."""
+    declared = getattr(load_config(ref, base), "quantization_config", None)
+    if declared is None:
+        return load_causal_lm(ref, base, dtype=dtype, device=device)
+    method = declared.get("quant_method") if isinstance(declared, dict) else getattr(declared, "quant_method", None)
+    if method != "compressed-tensors":
+        raise ConfigError(
+            f"rollout.model: {ref.path} is quantized by {method}; here only compressed-tensors checkpoints can be loaded",
+            hint="Use engine: vllm for this checkpoint.",
+        )
+    source = local_or_hub(ref, base)
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=ref.revision,
+                trust_remote_code=ref.trust_remote_code,
+                dtype=getattr(torch, dtype),
+                device_map={"": resolve_device(device)},
+                use_safetensors=True,
+                quantization_config=CompressedTensorsConfig(dequantize=True),
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineError(f"cannot load {source}: {type(error).__name__}: {error}") from error
+    return CausalLM(model.eval().requires_grad_(False))
 
 
 def quantization_config(candidate: Candidate) -> QuantizationConfig | None:

@@ -89,6 +89,11 @@ class Page:
                 head.append(" " * (widths[len(row) - 1] - cell_len(row[-1].plain)))
             yield from self._hanging(head, row[-1])
 
+    def fits(self, rows: Iterable[Sequence[str]], columns: Sequence[int]) -> bool:
+        """Whether these columns of the rows can stand side by side."""
+        table = list(rows)
+        return sum(max(cell_len(row[at]) for row in table) + GAP for at in columns) <= self.width
+
     def _hanging(self, head: Text, tail: Text) -> Iterator[Text]:
         """`head`, then `tail` wrapped beside it; below it, further left, where too little room would remain."""
         room = self.width - cell_len(head.plain)
@@ -107,10 +112,8 @@ class Page:
         return self.rows([[content]])
 
     def cells(self, share: float, width: int) -> str:
-        """A bar of `share` (of 1) of `width` cells; anything above nothing shows."""
-        if not math.isfinite(share) or share <= 0:
-            return ""
-        return self.glyphs.block * max(1, round(min(share, 1) * width))
+        """A bar of `share` (of 1) of `width` cells."""
+        return self.glyphs.block * round(min(max(share, 0), 1) * width) if math.isfinite(share) else ""
 
     def sparkline(self, values: Sequence[float]) -> str:
         """One character per value, from 0 to the largest."""

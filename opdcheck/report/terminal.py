@@ -23,8 +23,10 @@ LABELS: dict[Effect, tuple[str, str]] = {
     "note": ("note", "dim"),
 }
 BAR_CELLS = 12
-FULL_WIDTH = 76
-"""Below it the table of metrics leaves columns out."""
+TREND = 0.1
+"""Rank correlation over all tokens from which on tv is said to grow or shrink along the sequence."""
+METRIC_COLUMNS = ([0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6], [0, 1, 4, 5, 6], [0, 1, 4, 5])
+"""Columns of the metrics' table, widest choice first; the first that fits is shown."""
 
 
 def render(report: Report) -> RenderableType:
@@ -68,6 +70,8 @@ def _verdict(page: Page, report: Report) -> Iterator[RenderableType]:
     )
     lower, upper = verdict.interval
     yield Text("")
+    # Of the clipped mean; the mean itself can lie above it, and has no upper end then.
+    upper = max(upper, verdict.mean) if verdict.clipped else upper
     yield from page.interval(mean=verdict.mean, lower=lower, upper=upper, limit=verdict.limit)
 
 
@@ -79,15 +83,14 @@ def _metrics(page: Page, report: Report) -> Iterator[RenderableType]:
         "Mismatch",
         f"{plural(measurement.prompts, 'prompt')}, {plural(measurement.tokens, 'token')}, {measurement.engine}{cached}",
     )
-    names = ["mean", "s.e.", "p99", "p99.9", "max", "estimator"]
-    shown = [0, 1, 2, 3, 4, 5] if page.width >= FULL_WIDTH else [0, 3, 4]
-    rows = [[page.text(cell, "dim") for cell in ["", *(names[at] for at in shown)]]]
+    header = ["", "mean", "s.e.", "p99", "p99.9", "max", "estimator"]
+    table = [header]
     for name, summary in measurement.metrics.items():
-        cells = metric_cells(summary)
-        decides = name == verdict.metric
-        row = [f"{name} *" if decides else name, *(cells[at] for at in shown)]
-        rows.append([page.text(cell, "bold" if decides else "") for cell in row])
-    yield from page.rows(rows, numeric=range(1, 6))
+        table.append([f"{name} *" if name == verdict.metric else name, *metric_cells(summary)])
+    columns = next((columns for columns in METRIC_COLUMNS if page.fits(table, columns)), METRIC_COLUMNS[-1])
+    styles = ["dim", *("bold" if name == verdict.metric else "" for name in measurement.metrics)]
+    rows = [[page.text(row[at], style) for at in columns] for row, style in zip(table, styles, strict=True)]
+    yield from page.rows(rows, numeric=[at for at, column in enumerate(columns) if 1 <= column <= 5])
     for text in metric_notes(measurement, verdict):
         yield from page.paragraph(text)
 
@@ -130,14 +133,17 @@ def _positions(page: Page, measurement: Measurement) -> Iterator[RenderableType]
 
 
 def position_summary(measurement: Measurement) -> str:
-    """tv of the first and the last tokens, and whether it grows: `tv 0.021 (tokens 0-15) to 0.034 (112-127), grows`."""
+    """tv of the first and the last tokens, and its trend: `tv 0.021 (tokens 0-15) to 0.034 (112-127), grows (rho 0.3)`.
+
+    rho is Spearman's rank correlation of tv with position over all tokens.
+    """
     bins, trend = measurement.by_position, measurement.position_trend
     first, last = bins[0], bins[-1]
-    ends = f"tv {number(first.tv)} at tokens {_span(first)}, {number(last.tv)} at {_span(last)}"
+    ends = f"tv {number(first.tv)} (tokens {_span(first)}) to {number(last.tv)} ({_span(last)})"
     if trend is None:
         return ends
-    word = "grows" if trend > 0.5 else "shrinks" if trend < -0.5 else "no clear trend"
-    return f"{ends}: {word} (Spearman {trend:.2f})"
+    word = "grows" if trend > TREND else "shrinks" if trend < -TREND else "no clear trend"
+    return f"{ends}, {word} (rho {trend:.2f})"
 
 
 def _span(one: PositionBin) -> str:
@@ -169,7 +175,9 @@ def source_rows(report: Report) -> list[tuple[str, float, float, str, str]]:
         rows.insert(0, ("kernel", floor.kernel["tv"], "real", "floor, from the budget"))
     ordered_rows: list[tuple[str, float, str, str]] = [*rows]
     if measurement.left_over is not None:
-        ordered_rows.append(("left over", measurement.left_over, "", "interaction, or not reproduced alone"))
+        # Total variations need not add up: errors of two sources can cancel, and they can be the same errors.
+        why = "the sources overlap" if measurement.left_over < 0 else "interaction, or not reproduced alone"
+        ordered_rows.append(("left over", measurement.left_over, "", why))
     ordered_rows.append(("total", total, "", ""))
     return [(name, tv, tv / total if total > 0 else 0.0, how, detail) for name, tv, how, detail in ordered_rows]
 

@@ -112,5 +112,5 @@ class BettingSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """(lower, upper). Lower above upper, an event of probability at most alpha, says that the mean is not constant."""
+        """(lower, upper). Lower above upper has probability at most alpha, else the mean is not constant."""
         return self._interval

@@ -38,7 +38,9 @@ def main() -> int:
         for case in [options.case] if options.case else CASES:
             found = in_own_process(options, dtype, case)
             worst = max(worst, found["mib"])
-            print(f"{dtype:9} {case:14} {found['mib']:7.1f} MiB  {found['seconds']:6.1f} s  ({found['how']})", flush=True)
+            print(
+                f"{dtype:9} {case:14} {found['mib']:7.1f} MiB  {found['seconds']:6.1f} s  ({found['how']})", flush=True
+            )
     print(f"peak {worst:.1f} MiB: {'within' if worst < LIMIT_MIB else 'ABOVE'} the limit of {LIMIT_MIB} MiB")
     return int(worst >= LIMIT_MIB)
 

@@ -145,15 +145,23 @@ def test_policies_are_coupled_by_their_seeds(student: CausalLM) -> None:
     """With common random numbers a slightly different policy samples mostly the same tokens."""
     other = student.with_logit_noise(0.05, 0)
     asked = [RolloutRequest(Prompt(0, [5, 6, 7]), 0, seed) for seed in range(300)]
-    same = np.mean([
-        a.token_ids[0] == b.token_ids[0]
-        for a, b in zip(engine(student, tokens=1).generate(asked), engine(other, tokens=1).generate(asked), strict=True)
-    ])
+    same = np.mean(
+        [
+            a.token_ids[0] == b.token_ids[0]
+            for a, b in zip(
+                engine(student, tokens=1).generate(asked), engine(other, tokens=1).generate(asked), strict=True
+            )
+        ]
+    )
     unlike = [RolloutRequest(request.prompt, 0, request.seed + 10_000) for request in asked]
-    by_chance = np.mean([
-        a.token_ids[0] == b.token_ids[0]
-        for a, b in zip(engine(student, tokens=1).generate(asked), engine(other, tokens=1).generate(unlike), strict=True)
-    ])
+    by_chance = np.mean(
+        [
+            a.token_ids[0] == b.token_ids[0]
+            for a, b in zip(
+                engine(student, tokens=1).generate(asked), engine(other, tokens=1).generate(unlike), strict=True
+            )
+        ]
+    )
     assert same > 0.9 > by_chance
 
 
@@ -285,7 +293,9 @@ def test_the_real_student(smollm2: Path) -> None:
     """bfloat16: decoding against teacher forcing differs by rounding, and by no more."""
     policy = load(smollm2, "bfloat16")
     sampler, scorer = engine(policy, tokens=16, eos={2}), Scorer(policy)
-    rollouts = sampler.generate([RolloutRequest(Prompt(index, [1, 520, 9531, 198 + index]), 0, index) for index in range(4)])
+    rollouts = sampler.generate(
+        [RolloutRequest(Prompt(index, [1, 520, 9531, 198 + index]), 0, index) for index in range(4)]
+    )
     hidden_q = [rollout.final_hidden for rollout in rollouts]
     measured = scorer.compare(rollouts, scorer.final_hidden(rollouts), hidden_q, sampler.logits, PLAIN)
     assert 0 < np.mean(np.concatenate([mismatch.tv for mismatch in measured])) < 0.05
@@ -299,8 +309,10 @@ def test_on_a_gpu(tiny_student: Path) -> None:
     on_gpu = load_causal_lm(ModelRef(path=str(tiny_student)), Path("/"), dtype="float32", device="cuda")
     rollouts = engine(on_gpu).generate(requests())
     assert rollouts[0].final_hidden.device.type == "cpu"
-    same = np.mean([
-        (a.token_ids == b.token_ids).mean()
-        for a, b in zip(rollouts, engine(load(tiny_student)).generate(requests()), strict=True)
-    ])
+    same = np.mean(
+        [
+            (a.token_ids == b.token_ids).mean()
+            for a, b in zip(rollouts, engine(load(tiny_student)).generate(requests()), strict=True)
+        ]
+    )
     assert same > 0.8  # the noise is the same on both devices; TF32 and summation order are not

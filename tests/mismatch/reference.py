@@ -1,6 +1,6 @@
 """Reference values for the tests: DESIGN.md's formulas, one token and one vocabulary entry at a time, in float64.
 
-Slow and literal on purpose; shares no code with opdcheck. `q`, `p` are plain lists of log-probabilities over the vocabulary.
+Slow and literal on purpose; shares no code with opdcheck. `q`, `p` are lists of log-probabilities over the vocabulary.
 """
 
 import math

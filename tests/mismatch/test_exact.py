@@ -101,8 +101,8 @@ def test_nan_shows():
 def float32_pair(vocab, noise, *, offset=0.0, seed=0):
     """Float32 log-probabilities as a scorer makes them from float32 logits, and what they stand for in float64."""
     generator = torch.Generator().manual_seed(seed)
-    logits_q = torch.randn(64, vocab, generator=generator) * 3 + offset
-    logits_p = logits_q + noise * torch.randn(64, vocab, generator=generator)
+    logits_q = torch.randn(16, vocab, generator=generator) * 3 + offset
+    logits_p = logits_q + noise * torch.randn(16, vocab, generator=generator)
     single = [logits.log_softmax(-1) for logits in (logits_q, logits_p)]
     double = [logits.double().log_softmax(-1) for logits in (logits_q, logits_p)]
     return single, double

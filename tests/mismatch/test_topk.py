@@ -188,7 +188,7 @@ def test_impossible_inputs_are_refused():
     half = math.log(0.5)
     with pytest.raises(ValueError, match="listed twice"):
         one_token(0, half, half, [0, 0], [half, half], [half, half])
-    with pytest.raises(ValueError, match="rollout side's top-k probabilities sum to 1.5"):
+    with pytest.raises(ValueError, match=r"rollout side's top-k probabilities sum to 1\.5"):
         one_token(0, half, half, [0, 1, 2], [half] * 3, [math.log(0.1)] * 3)
     with pytest.raises(ValueError, match="trainer side's"):
         one_token(0, half, half, [0, 1, 2], [math.log(0.1)] * 3, [half] * 3)

@@ -2,19 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from candidates import CALIBRATION, candidate
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from opdcheck.config import Quantization
 from opdcheck.errors import ConfigError
 from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
 from opdcheck.perturb.policy import build_policy
 
-SCHEMES = ["W8A8", "W4A16", "W8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]
+# 128 rows by 128 columns is one block: the library's decoder would take its scales for per-channel ones.
+BLOCK_64 = {"scheme": "FP8_BLOCK", "group_size": 64}
+SCHEMES = ["W8A8", "W4A16", "W8A16", "FP8", "FP8_DYNAMIC", BLOCK_64, "NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]
 
 
 def test_simulated_checkpoint_holds_the_live_models_weights(tiny_student: Path, tmp_path: Path) -> None:
@@ -32,9 +35,9 @@ def test_simulated_checkpoint_holds_the_live_models_weights(tiny_student: Path, 
     ]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_compressed_checkpoint_decodes_to_the_simulated_weights(
-    tiny_student: Path, tmp_path: Path, scheme: str
+    tiny_student: Path, tmp_path: Path, scheme: Any
 ) -> None:
     asked = candidate(tiny_student, quantization=scheme, dtype="bfloat16")
     write_checkpoint(asked, Path(), tmp_path / "out", calibration_ids=CALIBRATION)
@@ -42,8 +45,6 @@ def test_compressed_checkpoint_decodes_to_the_simulated_weights(
     assert config["quant_method"] == "compressed-tensors"
     assert config["quantization_status"] == "compressed"
     assert config["ignore"] == ["lm_head"]
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
     )

@@ -57,7 +57,7 @@ Mismatch  32 prompts, 4,096 tokens, vllm 0.32.0 (cpu)
   Kernel floor 0.0017 nats/token: this candidate is not above it.
   21 of 32 completions cut at the length limit.
 
-By position  tv 0.00756 at tokens 0-15, 0.0136 at 112-127: grows (Spearman 0.83)
+By position  tv 0.00756 (tokens 0-15) to 0.0136 (112-127), grows (rho 0.83)
   tv  ▅▅▆▆▇▇██
   kl  ▄▅▅▆▇▇██
 
@@ -98,7 +98,7 @@ Mismatch  32 prompts, 4,096 tokens, vllm 0.32.0 (cpu)
   Kernel floor 0.0017 nats/token: 4 % of the mean comes from the kernels alone.
   21 of 32 completions cut at the length limit.
 
-By position  tv 0.0378 at tokens 0-15, 0.068 at 112-127: grows (Spearman 0.83)
+By position  tv 0.0378 (tokens 0-15) to 0.068 (112-127), grows (rho 0.83)
   tv  ▅▅▆▆▇▇██
   kl  ▄▅▅▆▇▇██
 
@@ -106,7 +106,7 @@ Sources  each alone, on the same tokens, in tv
   kernel      0.0108   20 %  ██            real: floor, from the budget
   kv_cache    0.0412   76 %  █████████     simulated: fp8_e4m3, one scale of 1.0
                                            per tensor
-  left over  0.00195    4 %  █             interaction, or not reproduced alone
+  left over  0.00195    4 %                interaction, or not reproduced alone
   total       0.0539  100 %  ████████████
 
 Candidate as measured
@@ -192,6 +192,29 @@ def test_nothing_measured_well_still_prints():
     text = printed(report(one))
     assert text.startswith("REJECT")
     assert "not finite" in text
+
+
+def test_tiny_numbers_still_fit():
+    lines = printed(report(measurement(4e-12, provenance=[]))).splitlines()
+    assert [line for line in lines if line.startswith(("  token_mult", "  k3 *"))] == snapshot(
+        [
+            "  k3 *                   4.0e-12  4e-13  6.4e-11   1.5e-10   3.3e-10  sampled",
+            "  token_mult_prob_error        1   0.06      1.5       3.6      7.65  sampled",
+        ]
+    )
+
+
+def test_clipped_mean_lies_outside_of_the_interval():
+    shown = report(measurement(0.1))
+    verdict = shown.verdict.model_copy(update={"clipped": 30, "interval": (0.05, 0.07)})
+    assert printed(shown.model_copy(update={"verdict": verdict}), encoding="ascii").splitlines()[6:10] == snapshot(
+        [
+            "          models)",
+            "",
+            "  0 --------|--------------------==============================o-------- 0.115",
+            "            ^ limit 0.015",
+        ]
+    )
 
 
 class TestBar:
