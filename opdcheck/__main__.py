@@ -4,12 +4,16 @@ Python exits with 1 when a module cannot be imported, and 1 means "rejected" her
 imported under guard: a broken installation exits with 4.
 """
 
+import os
 import sys
 from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Imports the command line and runs it; see `opdcheck.cli.main`."""
+    # libgomp reads it once, when torch loads. By default its threads spin at every barrier, and beside any other busy
+    # process on the same cores vLLM's CPU kernels were seen to take 20 times as long (8 s became 80 s).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         from opdcheck import cli
     except KeyboardInterrupt:

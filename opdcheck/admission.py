@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +14,21 @@ from opdcheck import __version__, preflight
 from opdcheck.budget import Budget, Environment, load_budget, no_budget_named, require_valid
 from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.environment import current_environment
-from opdcheck.fingerprint import ModelFingerprint, fingerprint_model
+from opdcheck.fingerprint import ModelFingerprint, fingerprint_model, weights_hash
 from opdcheck.measure import rounds, summarize_rounds
 from opdcheck.measurement import Measurement, Part, SourceShare
 from opdcheck.progress import Progress, Silent
 from opdcheck.report.record import Report, budget_summary
+from opdcheck.rollouts import Rollout
 from opdcheck.rounds import Round, RoundStore
 from opdcheck.session import Session
+from opdcheck.splits import load_split, save_split, split_file
 from opdcheck.stats.gate import Gate
 from opdcheck.verdict import Target, new_gate, reach, target
 from opdcheck.yamlfile import Located
+
+SPLIT_BYTES = 2**30
+"""Of the trainer's hidden states, which the split by source keeps for all its passes."""
 
 
 def admit(
@@ -63,10 +69,18 @@ def admit(
 
     with Session(candidate, base, progress=progress) as session:
         gathered = _gather(session, aim, subject.key, fresh=fresh, progress=progress)
-        measurement = gathered.summary(session)
+        measurement = gathered.summary(candidate, subject.environment)
         verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
         if sources or verdict.decision == "reject" or budget.limits.per_source:
-            measurement = with_sources(session, measurement, gathered.rounds, budget, aim.metric)
+            measurement = with_sources(
+                session,
+                measurement,
+                gathered.rounds,
+                key=subject.key,
+                kernel_tv=budget.floor.kernel.get("tv", 0.0) if budget.floor else 0.0,
+                metric=aim.metric,
+                fresh=fresh,
+            )
             verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
     return Report(
         opdcheck_version=__version__,
@@ -104,8 +118,8 @@ def identify(candidate: Candidate, base: Path) -> Subject:
     environment = current_environment(candidate.rollout.engine, device, trainer_dtype=candidate.student.dtype)
     rollout, workload = candidate.rollout, candidate.workload
     others = {
-        "rollout.model": rollout.model and fingerprint_model(rollout.model, base).weights,
-        "staleness": rollout.staleness and fingerprint_model(rollout.staleness.as_model(), base).weights,
+        "rollout.model": rollout.model and weights_hash(rollout.model, base),
+        "staleness": rollout.staleness and weights_hash(rollout.staleness.as_model(), base),
     }
     key = {
         "opdcheck": __version__,
@@ -147,14 +161,17 @@ class _Gathered:
     def note(self, cached: bool) -> None:
         self.all_cached = self.all_cached and cached
 
-    def summary(self, session: Session) -> Measurement:
+    def summary(self, candidate: Candidate, environment: Environment) -> Measurement:
         from opdcheck.perturb.policy import describe
 
-        candidate = session.candidate
-        parts = describe(candidate, engine=candidate.rollout.engine)
-        provenance = [Part(part=part.part, how=part.how, detail=part.detail) for part in parts]
+        name = candidate.rollout.engine
+        parts = describe(candidate, engine=name)
+        version = environment.vllm if name == "vllm" else environment.transformers
         return summarize_rounds(
-            self.rounds, engine=candidate.rollout.engine, provenance=provenance, cached=self.all_cached
+            self.rounds,
+            engine=f"{name} {version} ({environment.device})",
+            provenance=[Part(part=part.part, how=part.how, detail=part.detail) for part in parts],
+            cached=self.all_cached,
         )
 
 
@@ -182,15 +199,43 @@ def _prompt_values(measured: Round, metric: str) -> list[float]:
 
 
 def with_sources(
-    session: Session, measurement: Measurement, measured: Sequence[Round], budget: Budget, metric: str
+    session: Session,
+    measurement: Measurement,
+    measured: Sequence[Round],
+    *,
+    key: Mapping[str, Any],
+    kernel_tv: float,
+    metric: str,
+    fresh: bool = False,
 ) -> Measurement:
-    """The measurement with its split by source and what the sources, one by one, do not explain."""
+    """The measurement with its split by source and what the sources, one by one, do not explain.
+
+    Args:
+        key: what the numbers depend on besides prompts and tokens.
+        kernel_tv: the budget's kernel floor, which no perturbed student reproduces.
+        metric: decision metric, for the per-prompt values of each source.
+        fresh: do not read a stored split.
+    """
+    rollouts = _within_memory(session, [rollout for one in measured for rollout in one.rollouts])
+    file = split_file(key, rollouts, metric)
+    shares = None if fresh else load_split(file)
+    if shares is None:
+        shares = _split(session, rollouts, metric)
+        save_split(file, shares)
+    prompts = len({rollout.prompt.index for rollout in rollouts})
+    total = math.fsum(measurement.prompt_values["tv"][:prompts]) / prompts
+    explained = kernel_tv + sum(share.tv for share in shares)
+    return measurement.model_copy(
+        update={"sources": shares, "sources_prompts": prompts, "left_over": total - explained}
+    )
+
+
+def _split(session: Session, rollouts: Sequence[Rollout], metric: str) -> list[SourceShare]:
     from opdcheck.sources import split
 
-    rollouts = [rollout for one in measured for rollout in one.rollouts]
     session.close_engine()  # its memory is needed for the perturbed students
     session.progress.stage("splitting the mismatch by source")
-    shares: list[SourceShare] = split(
+    return split(
         session.candidate,
         session.base,
         rollouts,
@@ -200,6 +245,18 @@ def with_sources(
         calibration_ids=session.calibration_ids,
         progress=session.progress.stage,
     )
-    kernel = budget.floor.kernel.get("tv") if budget.floor else None
-    explained = sum(share.tv for share in shares) + (kernel or 0.0)
-    return measurement.model_copy(update={"sources": shares, "left_over": measurement.metrics["tv"].mean - explained})
+
+
+def _within_memory(session: Session, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first prompts' rollouts, so many that the trainer's hidden states on them stay within `SPLIT_BYTES`."""
+    from opdcheck.models import hidden_bytes
+
+    per_token = hidden_bytes(session.candidate.student, session.base)
+    kept: list[Rollout] = []
+    tokens = 0
+    for rollout in rollouts:
+        tokens += len(rollout)
+        if kept and rollout.prompt != kept[-1].prompt and tokens * per_token > SPLIT_BYTES:
+            break
+        kept.append(rollout)
+    return kept

@@ -79,6 +79,8 @@ class Measurement(Model):
     """Spearman correlation of tv with position; None where it cannot be computed."""
     provenance: list[Part]
     sources: list[SourceShare] = []
+    sources_prompts: int | None = None
+    """The sources were split on so many of the prompts, the first ones: as many as memory allows."""
     left_over: float | None = None
     """Total tv minus the sum of the sources' (interaction and what the simulation does not reproduce)."""
     non_finite_tokens: int = 0

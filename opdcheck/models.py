@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from opdcheck.config import DType, ModelRef, resolve
 from opdcheck.errors import ConfigError, EngineError, OpdcheckError
+from opdcheck.fingerprint import model_folder
 from opdcheck.sampling import normal_noise, state_keys
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -101,7 +102,7 @@ class CausalLM:
 
     @torch.no_grad()
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The head's raw projection, before soft-capping or scaling. [tokens, hidden] -> [tokens, vocab], model dtype."""
+        """The head's projection before soft-capping or scaling. [tokens, hidden] -> [tokens, vocab], model dtype."""
         raw: Tensor = self.head(hidden.to(self.device))
         return raw
 
@@ -211,7 +212,7 @@ def load_causal_lm(ref: ModelRef, base: Path, *, dtype: DType, device: str) -> C
             would get wrong.
     """
     place = resolve_device(device)
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     _refuse_pickled(source)
     with _explained(source), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -267,7 +268,7 @@ def meta_model(ref: ModelRef, base: Path) -> Any:
     Raises:
         ConfigError: there is no such model, or it is not a causal language model.
     """
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     config = load_config(ref, base)
     with _explained(source), quiet_transformers(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=ref.trust_remote_code).eval()
@@ -279,7 +280,7 @@ def load_config(ref: ModelRef, base: Path) -> Any:
     Raises:
         ConfigError: there is no such model or its configuration cannot be read.
     """
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     with _explained(source), quiet_transformers():
         return AutoConfig.from_pretrained(source, revision=ref.revision, trust_remote_code=ref.trust_remote_code)
 
@@ -289,9 +290,14 @@ def context_length(ref: ModelRef, base: Path) -> int | None:
     return _max_positions(load_config(ref, base))
 
 
+def hidden_bytes(ref: ModelRef, base: Path) -> int:
+    """Bytes of one token's final hidden state, at most (float32)."""
+    return 4 * int(load_config(ref, base).get_text_config().hidden_size)
+
+
 def end_token_ids(ref: ModelRef, base: Path) -> set[int]:
     """The tokens that end a completion, as vLLM takes them: the generation config's, and the tokenizer's own."""
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     options = {"revision": ref.revision, "trust_remote_code": ref.trust_remote_code}
     with quiet_transformers():
         try:
@@ -307,11 +313,14 @@ def end_token_ids(ref: ModelRef, base: Path) -> set[int]:
     return {int(token) for token in [*listed, own] if token is not None}
 
 
-def local_or_hub(ref: ModelRef, base: Path) -> str:
-    """The absolute folder, or the hub id as it is.
+def source_folder(ref: ModelRef, base: Path) -> str:
+    """The absolute folder: the one named, or the local snapshot of the hub model.
+
+    The snapshot and not the hub id, so that what is loaded is what was fingerprinted, even if the hub has moved on.
 
     Raises:
-        ConfigError: it looks like a folder and there is none.
+        ConfigError: it looks like a folder and there is none, or it is no hub model.
+        EngineError: the hub could not be reached.
     """
     folder = resolve(ref.path, base)
     if folder.is_dir():
@@ -319,10 +328,10 @@ def local_or_hub(ref: ModelRef, base: Path) -> str:
     if folder.exists():
         raise ConfigError(f"{folder} is a file, not a model folder", hint="Name the folder that holds config.json.")
     if _HUB_ID.fullmatch(ref.path):
-        return ref.path
+        return str(model_folder(ref, base))
     raise ConfigError(
         f"there is no model folder {folder}",
-        hint="Give a folder (relative to the file that names it) or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct.",
+        hint="Give a folder (relative to the file that names it) or a hub id: HuggingFaceTB/SmolLM2-135M-Instruct.",
     )
 
 
@@ -355,7 +364,7 @@ def _refuse_pickled(source: str) -> None:
     if pickled:
         raise ConfigError(
             f"{folder} holds only pickled weights ({pickled[0]}), which opdcheck does not load: unpickling runs code",
-            hint="Convert them: load the model where you trust it and call save_pretrained(), which writes safetensors.",
+            hint="Convert them: load the model where you trust it and call save_pretrained(); that writes safetensors.",
         )
     raise ConfigError(f"{folder} holds no weights (*.safetensors)")
 
@@ -401,7 +410,7 @@ def _loading_error(source: str, error: Exception) -> OpdcheckError:
     if isinstance(error, OSError):
         return ConfigError(
             f"cannot load {source}: {first_line}",
-            hint="A hub id needs network access (HF_HUB_OFFLINE unset) or an earlier download, and safetensors weights.",
+            hint="A hub id needs network access (HF_HUB_OFFLINE unset) or an earlier download; safetensors only.",
         )
     return EngineError(f"cannot load {source}: {type(error).__name__}: {first_line}")
 

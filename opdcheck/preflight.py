@@ -43,8 +43,8 @@ def _scheme_name(quantization: object) -> str | None:
 
 def _check_layers(located: Located[Candidate], base: Path) -> None:
     from opdcheck.models import meta_model
-    from opdcheck.perturb.kv_cache import check_kv_cache
     from opdcheck.perturb.fit import check_fits
+    from opdcheck.perturb.kv_cache import check_kv_cache
     from opdcheck.perturb.schemes import to_quantization_config
 
     candidate = located.value

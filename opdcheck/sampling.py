@@ -3,8 +3,8 @@
 The sampling transform is vLLM's (`vllm/v1/sample/sampler.py` and `ops/topk_topp_sampler.py`, 0.32): temperature, then
 min-p, then top-k, then top-p; ties at the k-th logit are all kept.
 
-The noise is counter based (SplitMix64, Steele et al. 2014, https://doi.org/10.1145/2714064.2660195): each token's number
-depends on a key and the token id alone, never on what else is drawn, in which order, or on which device.
+The noise is counter based (SplitMix64, Steele et al. 2014, https://doi.org/10.1145/2714064.2660195): each token's
+number depends on a key and the token id alone, never on what else is drawn, in which order, or on which device.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ def load_tokenizer(ref: ModelRef, base: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from opdcheck.models import local_or_hub, quiet_transformers
+    from opdcheck.models import source_folder, quiet_transformers
 
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(

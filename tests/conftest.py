@@ -7,6 +7,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as opdcheck.__main__ does, and why
 
 SMOLLM2 = Path("~/.cache/opdcheck/students/smollm2-135m-instruct").expanduser()
 

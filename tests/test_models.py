@@ -17,7 +17,7 @@ from opdcheck.models import (
     context_length,
     end_token_ids,
     load_causal_lm,
-    local_or_hub,
+    source_folder,
     memory_explained,
     meta_model,
     resolve_device,
@@ -207,20 +207,25 @@ def test_damaged_weights(tiny_student: Path, tmp_path: Path) -> None:
 def test_places(tmp_path: Path) -> None:
     (tmp_path / "models" / "a").mkdir(parents=True)
     (tmp_path / "file").touch()
-    assert local_or_hub(ModelRef(path="models/a"), tmp_path) == str(tmp_path / "models" / "a")
-    assert local_or_hub(ModelRef(path="./models/a"), tmp_path) == str(tmp_path / "models" / "a")
-    assert local_or_hub(ModelRef(path="HuggingFaceTB/SmolLM2-135M"), tmp_path) == "HuggingFaceTB/SmolLM2-135M"
-    assert local_or_hub(ModelRef(path="gpt2"), tmp_path) == "gpt2"
+    assert source_folder(ModelRef(path="models/a"), tmp_path) == str(tmp_path / "models" / "a")
+    assert source_folder(ModelRef(path="./models/a"), tmp_path) == str(tmp_path / "models" / "a")
     for path in ("./nowhere", "/nowhere", "~/nowhere-at-all", "a/b/c", "../nowhere"):
         with pytest.raises(ConfigError, match="there is no model folder"):
-            local_or_hub(ModelRef(path=path), tmp_path)
+            source_folder(ModelRef(path=path), tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
-        local_or_hub(ModelRef(path="file"), tmp_path)
+        source_folder(ModelRef(path="file"), tmp_path)
+
+
+def test_a_hub_id_is_loaded_from_the_snapshot_that_is_fingerprinted(
+    tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opdcheck.fingerprint._snapshot", lambda repo, revision: tiny_student)
+    assert source_folder(ModelRef(path="someone/tiny"), tmp_path) == str(tiny_student)
 
 
 def test_a_hub_id_that_is_not_there(tmp_path: Path) -> None:
     ref = ModelRef(path="nobody/nothing-of-this-name")
-    with pytest.raises(ConfigError, match="cannot load nobody/nothing-of-this-name") as caught:
+    with pytest.raises(ConfigError, match="nobody/nothing-of-this-name") as caught:
         load_causal_lm(ref, tmp_path, dtype="float32", device="cpu")
     assert "hub" in (caught.value.hint or "")
 

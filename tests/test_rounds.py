@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from opdcheck.mismatch.sampled import sampled_mismatch
 
+from opdcheck.mismatch.sampled import sampled_mismatch
 from opdcheck.rollouts import Prompt, Rollout
 from opdcheck.rounds import Round, RoundStore, round_key
 

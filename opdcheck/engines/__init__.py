@@ -53,23 +53,23 @@ def _open_vllm(
     candidate: Candidate, base: Path, prompts: Sequence[Prompt], calibration_ids: list[list[int]]
 ) -> RolloutEngine:
     from opdcheck.engines.vllm_engine import open_vllm
-    from opdcheck.models import end_token_ids, local_or_hub
+    from opdcheck.models import end_token_ids, source_folder
     from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
 
     rollout = candidate.rollout
     with ExitStack() as stack:
         source = rollout.model or candidate.student
-        model, revision = local_or_hub(source, base), source.revision
+        model = source_folder(source, base)
         provenance: list[Provenance] = []
         if needs_checkpoint(candidate):
             (cache_dir() / "tmp").mkdir(parents=True, exist_ok=True)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache_dir() / "tmp"))) / "policy"
             provenance = write_checkpoint(candidate, base, folder, calibration_ids=calibration_ids)
-            model, revision = str(folder), None
+            model = str(folder)
         # vLLM has read the weights when this returns: the temporary checkpoint goes at the end of the block.
         return open_vllm(
             model=model,
-            revision=revision,
+            revision=None,
             dtype=rollout.dtype,
             kv_cache_dtype=rollout.kv_cache_dtype,
             kv_cache_dtype_skip_layers=rollout.kv_cache_dtype_skip_layers,

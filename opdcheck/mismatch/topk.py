@@ -10,7 +10,9 @@ lies in the tail. With Q = sum_topk q and a ~ q:
 Means under q. tv: Q sum_topk (q - p)_+ / Q + sum_tail q (1 - r)_+ = sum_a (q - p)_+ = TV. It is the conditional mean of
 the sampled estimate (1 - r)_+ given "a in top-k" or the tail token, so it too stays in [0, 1] and has no more variance
 (Rao-Blackwell; arXiv 2504.10637). kl: sum over all a of q (r - 1 - log r) = KL(q||p) + sum_a (p - q) = KL(q||p). The
-same as sum_topk q log(q/p) + 1[tail] (r - 1 - log r) - (tail_p - tail_q), written so that no term is negative.
+same as sum_topk q log(q/p) + 1[tail] (r - 1 - log r) - (tail_p - tail_q), written so that no term is negative. This
+one needs p to have no mass outside the support of q except on listed tokens: else kl is low by that mass (tv is not).
+The scorer sees to it by scoring p on q's support where the sampler truncates.
 """
 
 from __future__ import annotations
@@ -80,8 +82,6 @@ def topk_mismatch(
     top_logq: Float[np.ndarray, "tokens k"],
     top_logp: Float[np.ndarray, "tokens k"],
     argmax_p: Int[np.ndarray, " tokens"],
-    *,
-    truncated: bool = False,
 ) -> TokenMismatch:
     """Mismatch of one completion from the engine's top-k. With k = 0 this is `sampled_mismatch`.
 
@@ -94,9 +94,6 @@ def topk_mismatch(
         top_logq: -inf for listed tokens outside q's support; one such entry says that the support ends within the list.
         top_logp: the trainer's log-probabilities of the same tokens.
         argmax_p: the trainer's most probable token.
-        truncated: the sampler cuts the vocabulary (top-p, top-k, min-p), so p may have mass outside q's support that is
-            not listed. r - 1 then no longer has mean tail_p - tail_q, so the tail of kl uses -log r: unbiased, more
-            noise, may be negative.
 
     Raises:
         ValueError: shapes do not fit, an id is listed twice, or the top-k probabilities sum to more than 1.
@@ -113,7 +110,7 @@ def topk_mismatch(
         tv=_tv(split),
         tv_lower=_tv_lower(split),
         tv_upper=_tv_upper(split),
-        kl=_kl_truncated(split) if truncated else _kl(split),
+        kl=_kl(split),
         kl_lower=_kl_lower(split),
         argmax_flip=flip,
     )
@@ -189,12 +186,6 @@ def _kl(split: _Split) -> Floats:
     # Where the list reaches the end of q's support, what p has beyond it is known and never sampled.
     outside = np.where(split.exhausted, split.tail_p, 0.0)
     return metrics.k3_terms(split.q, split.p, split.log_r).sum(1) + outside + sampled
-
-
-def _kl_truncated(split: _Split) -> Floats:
-    with np.errstate(invalid="ignore"):
-        top = np.where(split.q == 0, 0.0, -split.q * split.log_r).sum(1)
-    return top + np.where(split.in_tail, -split.sampled_log_r, 0.0)
 
 
 def _kl_lower(split: _Split) -> Floats:

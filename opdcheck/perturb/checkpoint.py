@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from opdcheck.config import Candidate
 from opdcheck.engines.base import Provenance
 from opdcheck.errors import ConfigError
-from opdcheck.models import local_or_hub
+from opdcheck.models import source_folder
 from opdcheck.perturb.kv_cache import attention_layers, calibrate_kv_cache
 from opdcheck.perturb.policy import describe, free, load_base, quantization_config
 from opdcheck.perturb.qparams import QParams, shared_ranges, weight_qparams
@@ -102,7 +102,7 @@ def _write(
 def _write_tokenizer(candidate: Candidate, base: Path, folder: Path) -> None:
     student = candidate.student
     tokenizer = AutoTokenizer.from_pretrained(
-        local_or_hub(student, base), revision=student.revision, trust_remote_code=student.trust_remote_code
+        source_folder(student, base), revision=student.revision, trust_remote_code=student.trust_remote_code
     )
     tokenizer.save_pretrained(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from opdcheck.models import (
     CausalLM,
     load_causal_lm,
     load_config,
-    local_or_hub,
+    source_folder,
     meta_model,
     quiet_transformers,
     resolve_device,
@@ -25,8 +26,9 @@ from opdcheck.models import (
 from opdcheck.perturb.kv_cache import is_quantized, quantize_kv_cache
 from opdcheck.perturb.noise import add_weight_noise
 from opdcheck.perturb.quantization import (
+    attach_activations,
+    calibrate_activations,
     calibration_pass,
-    fake_quantize_activations,
     fake_quantize_weights,
     quantizes_activations,
     quantizes_weights,
@@ -70,8 +72,8 @@ def build_policy(
 ) -> CausalLM:
     """Loads the student and applies the chosen parts of the candidate to it, and nothing else.
 
-    In this order: dtype, staleness (or another checkpoint), noise, weights, activations, KV cache. Noise on logits is
-    not part of the model: see `CausalLM.with_logit_noise`.
+    Checkpoint (the student's, the stale one or another) in its dtype, then noise, then quantization of weights,
+    activations and KV cache. Noise on logits is not part of the model: see `CausalLM.with_logit_noise`.
 
     Args:
         candidate: what to build.
@@ -86,19 +88,9 @@ def build_policy(
         ConfigError: a part does not fit the model, or the checkpoints do not fit each other.
     """
     policy = load_base(candidate, base, parts)
-    config = quantization_config(candidate)
     calibration = calibration_pass(policy.model, calibration_ids) if calibration_ids else None
     try:
-        if config is not None:
-            _fake_quantize(policy.model, config, parts, calibration)
-        if "kv_cache" in parts:
-            quantize_kv_cache(
-                policy.model,
-                candidate.rollout.kv_cache_dtype,
-                candidate.rollout.kv_cache_dtype_skip_layers,
-                scheme=None if config is None else config.kv_cache_scheme,
-                calibration=calibration,
-            )
+        _fake_quantize(policy.model, candidate, parts, calibration)
     except ValueError as error:
         raise ConfigError(f"rollout: {error}") from error
     return policy
@@ -121,10 +113,11 @@ def load_base(candidate: Candidate, base: Path, parts: Collection[SourceName]) -
     elif rollout.model is not None and "weights" in parts:
         ref = rollout.model
     dtype = rollout.dtype if "dtype" in parts else student.dtype
+    if ref is not student:
+        _refuse_quantizing_twice(candidate, ref, base)
     policy = _load(ref, base, dtype, student.device)
     if rollout.staleness is not None and "staleness" in parts:
         _check_same_architecture(policy.model, meta_model(student, base), rollout.staleness.checkpoint)
-    _refuse_quantizing_twice(policy.model, candidate, ref)
     if rollout.noise is not None and "noise" in parts:
         add_weight_noise(policy.model, rollout.noise.weights, rollout.noise.seed)
     return policy
@@ -138,12 +131,13 @@ def _load(ref: ModelRef, base: Path, dtype: DType, device: str) -> CausalLM:
     method = declared.get("quant_method") if isinstance(declared, dict) else getattr(declared, "quant_method", None)
     if method != "compressed-tensors":
         raise ConfigError(
-            f"rollout.model: {ref.path} is quantized by {method}; here only compressed-tensors checkpoints can be loaded",
+            f"rollout.model: {ref.path} is quantized by {method}; only compressed-tensors checkpoints load here",
             hint="Use engine: vllm for this checkpoint.",
         )
-    source = local_or_hub(ref, base)
+    source = source_folder(ref, base)
     try:
-        with quiet_transformers():
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: to decompress
             model = AutoModelForCausalLM.from_pretrained(
                 source,
                 revision=ref.revision,
@@ -178,12 +172,21 @@ def describe(candidate: Candidate, *, engine: str) -> list[Provenance]:
 
 
 def _fake_quantize(
-    model: Any, config: QuantizationConfig, parts: Collection[SourceName], calibration: Callable[[], None] | None
+    model: Any, candidate: Candidate, parts: Collection[SourceName], calibration: Callable[[], None] | None
 ) -> None:
-    if "weights" in parts:
+    """Static scales are set while nothing is rounded yet, as llm-compressor and `write_checkpoint` do."""
+    rollout = candidate.rollout
+    config = quantization_config(candidate)
+    has_activations = config is not None and "activations" in parts
+    static = calibrate_activations(model, config, calibration) if has_activations else {}
+    if "kv_cache" in parts:
+        scheme = None if config is None else config.kv_cache_scheme
+        skipped = rollout.kv_cache_dtype_skip_layers
+        quantize_kv_cache(model, rollout.kv_cache_dtype, skipped, scheme=scheme, calibration=calibration)
+    if has_activations:
+        attach_activations(model, config, static)
+    if config is not None and "weights" in parts:
         fake_quantize_weights(model, config)
-    if "activations" in parts:
-        fake_quantize_activations(model, config, calibration)
 
 
 def _casts_kv_cache(candidate: Candidate) -> bool:
@@ -192,10 +195,12 @@ def _casts_kv_cache(candidate: Candidate) -> bool:
     return is_quantized(chosen) or chosen not in ("auto", candidate.rollout.dtype)
 
 
-def _refuse_quantizing_twice(model: Any, candidate: Candidate, ref: ModelRef) -> None:
+def _refuse_quantizing_twice(candidate: Candidate, ref: ModelRef, base: Path) -> None:
     rollout = candidate.rollout
     noisy = rollout.noise is not None and rollout.noise.weights > 0
-    if getattr(model.config, "quantization_config", None) is None or not (noisy or rollout.quantization is not None):
+    if not noisy and rollout.quantization is None:
+        return
+    if getattr(load_config(ref, base), "quantization_config", None) is None:
         return
     key = "quantization" if rollout.quantization is not None else "noise.weights"
     raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -65,7 +65,13 @@ def fake_quantize_activations(
     Raises:
         ValueError: static scales without a calibration, or that saw no tokens.
     """
-    static = calibrate_activations(model, config, calibration)
+    attach_activations(model, config, calibrate_activations(model, config, calibration))
+
+
+def attach_activations(
+    model: torch.nn.Module, config: QuantizationConfig, static: Mapping[tuple[str, Side], QParams]
+) -> None:
+    """The second half of `fake_quantize_activations`: hooks with the given static parameters."""
     for site in _sites(model, config):
         site.hook(partial(round_activations, args=site.args, static=static.get(site.key)))
 
@@ -144,6 +150,7 @@ def _sites(model: torch.nn.Module, config: QuantizationConfig) -> list[_Site]:
 
 
 __all__ = [
+    "attach_activations",
     "calibrate_activations",
     "calibration_pass",
     "check_fits",

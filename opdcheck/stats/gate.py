@@ -3,8 +3,8 @@
 Clipping. An unbounded mean has no upper confidence bound without assumptions, so per-prompt values are clipped to
 [0, clip], clip = min(bound, clip_multiple * limit), and the interval is for the mean of the *clipped* values.
 - From above this lowers the mean. A reject stays valid. An admission could be wrong by what was cut off, so it also
-  needs the plain mean of the unclipped values at or below the limit, and tail limits guard the rest (DESIGN.md,
-  section 4).
+  needs the plain mean of the unclipped values at or below the limit and no more than 1 % of the prompts clipped; tail
+  limits guard the rest.
 - From below (an unbiased estimate can be slightly negative) it raises the mean. An admission stays valid. A reject
   could be wrong by what was cut off, so it also needs the plain mean of the unclipped values above the limit.
 
@@ -13,7 +13,7 @@ and a look after each of 256 prompts (2,000 gates; tests/stats/test_gate.py repe
 
     coefficient of variation of prompt means      0.5       1       2
     mean of the clipped values / limit          1.000   0.982   0.879
-    wrongly admitted                            0.0005  0.0225  0.118
+    wrongly admitted                            0.0005  0.0225  0.0825
 
 So the error level holds up to a coefficient of variation of about 1; with tails like the last column's the gate is off
 by about a tenth of the limit (at 1.25 limits none of 300 was admitted), and the tail limits have to catch it. Median
@@ -31,13 +31,15 @@ from opdcheck.stats.confidence_sequence import BettingSequence
 
 GateState = Literal["undecided", "admit", "reject"]
 
+MAX_CLIPPED_SHARE = 0.01
+
 
 class Gate:
     """Takes per-prompt means of a non-negative metric, decides as soon as it can, and then stays decided.
 
-    Admits when the interval's upper end and the plain mean are at or below the limit; rejects when the lower end and
-    the plain mean are above it; neither before `min_prompts`. Either is wrong with probability at most alpha / 2 (for
-    the clipped mean), although it looks after every prompt.
+    Admits when the interval's upper end and the plain mean are at or below the limit and few prompts are clipped;
+    rejects when the lower end and the plain mean are above it; neither before `min_prompts`. Either is wrong with
+    probability at most alpha / 2 (for the clipped mean), although it looks after every prompt.
 
     Args:
         limit: largest mean that is admitted, in the metric's unit.
@@ -92,6 +94,11 @@ class Gate:
         """Of the values as they came. NaN before the first; not finite once a value was not."""
         return self._sum / self.prompts if self.prompts else math.nan
 
+    @property
+    def heavy_tailed(self) -> bool:
+        """Whether more than 1 % of the prompts are clipped: then the interval says too little about the mean."""
+        return self.clipped > MAX_CLIPPED_SHARE * self.prompts
+
     def update(self, values: Iterable[float]) -> GateState:
         """Looks at the values one by one, in order.
 
@@ -114,7 +121,7 @@ class Gate:
         if self.prompts < self.min_prompts:
             return "undecided"
         lower, upper = self.interval
-        if upper <= self.limit and math.isfinite(self.mean) and self.mean <= self.limit:
+        if upper <= self.limit and math.isfinite(self.mean) and self.mean <= self.limit and not self.heavy_tailed:
             return "admit"
         if lower > self.limit and not self.mean <= self.limit:
             return "reject"

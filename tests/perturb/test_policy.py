@@ -95,8 +95,9 @@ def test_all_parts_in_order(tiny_student: Path, stale: Path) -> None:
     by_hand = build_policy(candidate(stale, student_dtype="bfloat16"), Path(), [])
     config = to_quantization_config("FP8")
     add_weight_noise(by_hand.model, 0.1, 4)
-    fake_quantize_weights(by_hand.model, config)
+    # Static scales are set before the weights are rounded.
     fake_quantize_activations(by_hand.model, config, calibration_pass(by_hand.model, CALIBRATION))
+    fake_quantize_weights(by_hand.model, config)
     quantize_kv_cache(by_hand.model, "fp8_e5m2")
     assert torch.equal(logits(policy), logits(by_hand))
 

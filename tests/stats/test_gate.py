@@ -1,7 +1,6 @@
 """The sequential verdict: error rates by simulation, and its rules one by one."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def test_twice_the_limit_is_rejected_sooner():
 def test_bias_of_clipping_is_as_the_module_says():
     """Above the default's range of validity: the table in the gate's module docstring, with slack for 300 gates."""
     assert share(simulate(1.0, 1.0, 300), "admit") <= ALPHA + 0.01  # measured with 2,000: 0.0225
-    assert 0.05 < share(simulate(1.0, 2.0, 300), "admit") < 0.2  # measured with 2,000: 0.118: not valid at a CV of 2
+    assert 0.03 < share(simulate(1.0, 2.0, 300), "admit") < 0.15  # measured with 2,000: 0.0825: not valid at a CV of 2
     assert share(simulate(1.25, 2.0, 300), "admit") <= 0.01
 
 
@@ -169,12 +168,11 @@ def test_other_impossible_arguments():
         Gate(LIMIT, 1.5)
 
 
-def test_fast_enough_to_look_after_every_prompt():
-    values = lognormal(np.random.default_rng(0), LIMIT, 0.5, 5000)
+def test_more_than_one_clipped_prompt_in_a_hundred_forbids_admission():
     gate = Gate(LIMIT, ALPHA)
-    start = time.process_time()
-    gate.update(values[:256])
-    first = time.process_time() - start
-    gate.update(values[256:])
-    assert first < 0.25  # measured: 0.01
-    assert time.process_time() - start < 5  # measured: 0.2
+    assert gate.update([0.1 * LIMIT] * 60 + [6 * LIMIT]) == "admit"  # decided before the outlier
+    gate = Gate(LIMIT, ALPHA)
+    gate.update([6 * LIMIT])
+    assert gate.update([0.1 * LIMIT] * 98) == "undecided"
+    assert (gate.interval[1] <= LIMIT, gate.mean <= LIMIT, gate.heavy_tailed) == (True, True, True)
+    assert gate.update([0.1 * LIMIT]) == "admit"  # one in a hundred
