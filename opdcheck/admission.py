@@ -16,7 +16,7 @@ from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.environment import current_environment
 from opdcheck.fingerprint import ModelFingerprint, fingerprint_model, weights_hash
 from opdcheck.measure import rounds, summarize_rounds
-from opdcheck.measurement import Measurement, Part, SourceShare
+from opdcheck.measurement import Measurement, SourceShare
 from opdcheck.progress import Progress, Silent
 from opdcheck.report.record import Report, budget_summary
 from opdcheck.rollouts import Rollout
@@ -69,7 +69,7 @@ def admit(
 
     with Session(candidate, base, progress=progress) as session:
         gathered = _gather(session, aim, subject.key, fresh=fresh, progress=progress)
-        measurement = gathered.summary(candidate, subject.environment)
+        measurement = gathered.summary()
         verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
         if sources or verdict.decision == "reject" or budget.limits.per_source:
             measurement = with_sources(
@@ -161,18 +161,8 @@ class _Gathered:
     def note(self, cached: bool) -> None:
         self.all_cached = self.all_cached and cached
 
-    def summary(self, candidate: Candidate, environment: Environment) -> Measurement:
-        from opdcheck.perturb.policy import describe
-
-        name = candidate.rollout.engine
-        parts = describe(candidate, engine=name)
-        version = environment.vllm if name == "vllm" else environment.transformers
-        return summarize_rounds(
-            self.rounds,
-            engine=f"{name} {version} ({environment.device})",
-            provenance=[Part(part=part.part, how=part.how, detail=part.detail) for part in parts],
-            cached=self.all_cached,
-        )
+    def summary(self) -> Measurement:
+        return summarize_rounds(self.rounds, cached=self.all_cached)
 
 
 def _gather(session: Session, aim: Target, key: Mapping[str, Any], *, fresh: bool, progress: Progress) -> _Gathered:

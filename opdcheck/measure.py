@@ -61,7 +61,8 @@ def measure_round(session: Session, prompts: Sequence[Prompt]) -> Round:
     session.progress.stage("scoring with the trainer")
     mismatch = compare(session, rollouts)
     bare = [replace(rollout, final_hidden=None, top_ids=None, top_logq=None) for rollout in rollouts]
-    return Round(bare, mismatch)
+    provenance = tuple(Part(part=part.part, how=part.how, detail=part.detail) for part in engine.provenance)
+    return Round(bare, mismatch, engine=engine.name, provenance=provenance)
 
 
 def compare(session: Session, rollouts: Sequence[Rollout]) -> list[TokenMismatch]:
@@ -89,7 +90,7 @@ def compare(session: Session, rollouts: Sequence[Rollout]) -> list[TokenMismatch
     ]
 
 
-def summarize_rounds(measured: Sequence[Round], *, engine: str, provenance: list[Part], cached: bool) -> Measurement:
+def summarize_rounds(measured: Sequence[Round], *, cached: bool) -> Measurement:
     """All rounds as one record.
 
     Raises:
@@ -101,7 +102,7 @@ def summarize_rounds(measured: Sequence[Round], *, engine: str, provenance: list
     rollouts = [rollout for one in measured for rollout in one.rollouts]
     summary = summarize(by_prompt)
     return Measurement(
-        engine=engine,
+        engine=measured[0].engine,
         estimator=measured[0].mismatch[0].estimator,
         prompts=len(by_prompt),
         completions=len(rollouts),
@@ -113,7 +114,7 @@ def summarize_rounds(measured: Sequence[Round], *, engine: str, provenance: list
         prompt_values=summary.prompt_values,
         by_position=summary.by_position,
         position_trend=summary.position_trend,
-        provenance=provenance,
+        provenance=list(measured[0].provenance),
         non_finite_tokens=summary.non_finite_tokens,
         from_cache=cached,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from opdcheck.config import Candidate, Quantization
@@ -44,19 +46,25 @@ def _scheme_name(quantization: object) -> str | None:
 def _check_layers(located: Located[Candidate], base: Path) -> None:
     from opdcheck.models import meta_model
     from opdcheck.perturb.fit import check_fits
-    from opdcheck.perturb.kv_cache import check_kv_cache
+    from opdcheck.perturb.kv_cache import check_kv_cache, check_skip_layers
     from opdcheck.perturb.schemes import to_quantization_config
 
-    candidate = located.value
-    rollout = candidate.rollout
-    skeleton = meta_model(candidate.student, base)
-    if rollout.quantization is not None:
-        try:
-            config = to_quantization_config(rollout.quantization)
-            check_fits(config, skeleton, fused=rollout.engine == "vllm" and not rollout.simulate)
-        except ValueError as error:
-            raise located.error("rollout.quantization", str(error)) from error
+    rollout = located.value.rollout
+    skeleton = meta_model(located.value.student, base)
+    with _at(located, "rollout.quantization"):
+        if rollout.quantization is not None:
+            fused = rollout.engine == "vllm" and not rollout.simulate
+            check_fits(to_quantization_config(rollout.quantization), skeleton, fused=fused)
+    with _at(located, "rollout.kv_cache_dtype"):
+        check_kv_cache(rollout.kv_cache_dtype, engine=rollout.engine)
+    with _at(located, "rollout.kv_cache_dtype_skip_layers"):
+        check_skip_layers(rollout.kv_cache_dtype_skip_layers, skeleton)
+
+
+@contextmanager
+def _at(located: Located[Candidate], key: str) -> Iterator[None]:
+    """What is found wrong inside is reported with the file and line of `key`."""
     try:
-        check_kv_cache(rollout.kv_cache_dtype, rollout.kv_cache_dtype_skip_layers, skeleton, engine=rollout.engine)
+        yield
     except ValueError as error:
-        raise located.error("rollout.kv_cache_dtype", str(error)) from error
+        raise located.error(key, str(error)) from error

@@ -19,10 +19,11 @@ import numpy as np
 from blake3 import blake3
 
 from opdcheck.files import cache_dir, write_atomically
+from opdcheck.measurement import Part
 from opdcheck.mismatch.tokens import TokenMismatch
 from opdcheck.rollouts import Prompt, Rollout
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key. Raise it when the meaning of a stored number changes."""
 
 MAX_CACHE_BYTES = 2 * 2**30
@@ -32,10 +33,12 @@ _TOKEN_ARRAYS = ("logq", "logp", "tv", "tv_lower", "tv_upper", "kl", "kl_lower",
 
 @dataclass(frozen=True)
 class Round:
-    """Some prompts' rollouts and their per-token mismatch, in the same order."""
+    """Some prompts' rollouts and their per-token mismatch, in the same order, and the engine's account of itself."""
 
     rollouts: list[Rollout]
     mismatch: list[TokenMismatch]
+    engine: str = ""
+    provenance: tuple[Part, ...] = ()
 
     def by_prompt(self) -> list[list[TokenMismatch]]:
         """The mismatch of each prompt's samples together; prompts in their first order."""
@@ -102,6 +105,8 @@ def _to_arrays(measured: Round) -> dict[str, np.ndarray[Any, Any]]:
         "stopped": np.array([rollout.finish_reason == "stop" for rollout in measured.rollouts]),
         "token_ids": np.concatenate([rollout.token_ids for rollout in measured.rollouts]),
         "estimator": np.array(measured.mismatch[0].estimator),
+        "engine": np.array(measured.engine),
+        "provenance": np.array(json.dumps([part.model_dump() for part in measured.provenance])),
     }
     for name in _TOKEN_ARRAYS:
         arrays[name] = np.concatenate([getattr(mismatch, name) for mismatch in measured.mismatch])
@@ -129,4 +134,5 @@ def _from_arrays(arrays: Mapping[str, np.ndarray[Any, Any]], prompts: Sequence[P
         TokenMismatch(estimator=estimator, **{name: columns[name][row] for name in _TOKEN_ARRAYS})
         for row in range(len(rollouts))
     ]
-    return Round(rollouts, mismatch)
+    provenance = tuple(Part(**part) for part in json.loads(str(arrays["provenance"])))
+    return Round(rollouts, mismatch, engine=str(arrays["engine"]), provenance=provenance)

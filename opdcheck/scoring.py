@@ -24,8 +24,8 @@ from opdcheck.models import CausalLM, memory_explained
 from opdcheck.rollouts import Rollout
 from opdcheck.sampling import log_probabilities, log_probabilities_on_support
 
-# Upper bounds of what is alive at once per logit of a chunk (tests/test_scoring.py measures it), with some room for what
-# the allocator holds on to meanwhile (tests/benchmarks/scoring_memory.py).
+# Upper bounds of what is alive at once per logit of a chunk (measured in tests/test_scoring.py), with some room for what
+# the allocator holds on to meanwhile (measured in tests/benchmarks/scoring_memory.py).
 _SCORE_BYTES_PER_LOGIT = 20
 _COMPARE_BYTES_PER_LOGIT = 48
 
@@ -249,8 +249,8 @@ _LIBC = _libc()
 def _return_freed_memory() -> None:
     """Gives what a chunk has freed back to the system.
 
-    glibc does not reuse the gaps that torch's aligned allocations leave: without this a chunk's 50 MiB were seen to grow
-    to 480 MiB of resident memory.
+    glibc does not reuse the gaps that torch's aligned allocations leave: without this, chunks of 50 MiB were seen to
+    grow to 480 MiB of resident memory.
     """
     if _LIBC is not None:
         _LIBC.malloc_trim(0)

@@ -35,7 +35,7 @@ def load_tokenizer(ref: ModelRef, base: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from opdcheck.models import source_folder, quiet_transformers
+    from opdcheck.models import quiet_transformers, source_folder
 
     source = source_folder(ref, base)
     try:

@@ -17,10 +17,10 @@ from opdcheck.models import (
     context_length,
     end_token_ids,
     load_causal_lm,
-    source_folder,
     memory_explained,
     meta_model,
     resolve_device,
+    source_folder,
 )
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35]])
@@ -184,7 +184,7 @@ def test_pickled_weights_are_refused(tiny_student: Path, tmp_path: Path) -> None
 
 
 def test_folders_that_are_no_model(tiny_student: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match="has no config"):
         load(tmp_path)
     folder = shutil.copytree(tiny_student, tmp_path / "bare")
     (folder / "model.safetensors").unlink()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from opdcheck.measurement import Part
 from opdcheck.mismatch.sampled import sampled_mismatch
 from opdcheck.rollouts import Prompt, Rollout
 from opdcheck.rounds import Round, RoundStore, round_key
@@ -17,7 +18,7 @@ def a_round() -> Round:
         logq = -rng.exponential(size=length)
         rollouts.append(Rollout(prompt, len(rollouts), rng.integers(0, 9, length), logq, "stop"))
         mismatch.append(sampled_mismatch(logq, logq - 0.1))
-    return Round(rollouts, mismatch)
+    return Round(rollouts, mismatch, "vllm 0.32.0 (cpu)", (Part(part="kv_cache", how="real", detail="fp8"),))
 
 
 def test_a_round_comes_back_as_it_was(tmp_path):
@@ -25,6 +26,7 @@ def test_a_round_comes_back_as_it_was(tmp_path):
     store.save("key", stored)
     loaded = store.load("key", PROMPTS)
     assert loaded is not None
+    assert (loaded.engine, loaded.provenance) == (stored.engine, stored.provenance)
     for before, after in zip(stored.rollouts, loaded.rollouts, strict=True):
         assert (before.prompt, before.sample, before.finish_reason) == (after.prompt, after.sample, after.finish_reason)
         np.testing.assert_array_equal(before.token_ids, after.token_ids)

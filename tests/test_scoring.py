@@ -313,7 +313,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter(result):

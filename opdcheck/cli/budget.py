@@ -14,10 +14,10 @@ app = typer.Typer(help="Show, verify or declare a student's mismatch budget.", n
 def show(budget: Annotated[Path, typer.Argument(help="Budget file (YAML).", show_default=False)]) -> None:
     """Print a budget: limits, floor, fingerprints, evidence."""
     from opdcheck.budget import load_budget
-    from opdcheck.cli import budget_show
+    from opdcheck.cli.budget_show import show as print_budget
     from opdcheck.cli.console import result_console
 
-    budget_show.show(load_budget(budget), result_console())
+    print_budget(load_budget(budget), result_console())
 
 
 @app.command("verify")
@@ -27,11 +27,11 @@ def verify(
 ) -> None:
     """Compare a budget's fingerprints with the candidate's student and this machine: exit 0 if all agree, else 3."""
     from opdcheck import admission
-    from opdcheck.cli import budget_show
+    from opdcheck.cli.budget_show import verify as print_comparison
     from opdcheck.cli.console import result_console
 
     stored, subject = admission.verify(candidate, budget=budget)
-    exit_code = budget_show.verify(stored, subject.student, subject.teacher, subject.environment, result_console())
+    exit_code = print_comparison(stored, subject.student, subject.teacher, subject.environment, result_console())
     raise typer.Exit(exit_code)
 
 
@@ -52,7 +52,8 @@ def declare(
     """Write a budget that your team sets by hand. Floor and fingerprints are measured, the limit is yours."""
     from opdcheck import declaration
     from opdcheck.budget import write_budget
-    from opdcheck.cli import budget_show, output
+    from opdcheck.cli import output
+    from opdcheck.cli.budget_show import show as print_budget
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
     from opdcheck.errors import ConfigError
 
@@ -65,7 +66,7 @@ def declare(
             candidate, total=total, reason=reason, name=name, prompts=prompts, progress=progress
         )
     write_budget(out, declared)
-    budget_show.show(declared, result_console())
+    print_budget(declared, result_console())
     typer.echo(f"written: {out}", err=True)
 
 

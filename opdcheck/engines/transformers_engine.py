@@ -187,7 +187,7 @@ class TransformersEngine:
         )
 
 
-class _GumbelSampler(LogitsProcessor):  # type: ignore[misc]
+class _GumbelSampler(LogitsProcessor):
     """Turns logits into scores whose argmax is a sample, and records what was drawn, step by step."""
 
     def __init__(self, policy: CausalLM, sampling: Sampling, seeds: Sequence[int]) -> None:

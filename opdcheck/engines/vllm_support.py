@@ -77,6 +77,8 @@ def import_vllm() -> Any:
         os.environ.setdefault(name, value)
     if not user_wants_logs():
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # see `quietly`
+        # Without a handler Python prints warnings itself; what matters is in the log that `LogFile` attaches.
+        logging.getLogger("vllm").addHandler(logging.NullHandler())
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM's default is stdout
     try:
         import vllm

@@ -41,16 +41,14 @@ _REAL_ONLY = {
 _SMALLEST_SCALE = 1e-6  # vLLM's floor for per-token-head scales
 
 
-def check_kv_cache(
-    kv_cache_dtype: str, skip_layers: Sequence[int], model: torch.nn.Module, *, engine: str = "transformers"
-) -> None:
-    """Checks a KV cache format, from names and shapes alone (a model on the meta device will do).
+def check_kv_cache(kv_cache_dtype: str, *, engine: str = "transformers") -> None:
+    """Checks the name of a KV cache format.
 
     Args:
-        engine: `transformers` simulates; for `vllm` only the name is checked, since it has its own kernels.
+        engine: `transformers` simulates; `vllm` has its own kernels, and the name alone is checked.
 
     Raises:
-        ValueError: unknown or not simulated, naming the alternatives; a skipped layer that does not exist.
+        ValueError: unknown or not simulated, naming the alternatives.
     """
     known = (*UNQUANTIZED, *SIMULATED, *_REAL_ONLY)
     if kv_cache_dtype not in known:
@@ -62,6 +60,14 @@ def check_kv_cache(
             f"{kv_cache_dtype} cannot be simulated ({_REAL_ONLY[kv_cache_dtype]}); "
             f"use engine: vllm, or one of {', '.join((*UNQUANTIZED, *SIMULATED))}"
         )
+
+
+def check_skip_layers(skip_layers: Sequence[int], model: torch.nn.Module) -> None:
+    """Checks that the layers exist; a model on the meta device will do.
+
+    Raises:
+        ValueError: one does not.
+    """
     config = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator, union-attr]
     layers = getattr(config, "num_hidden_layers", None)
     beyond = [layer for layer in skip_layers if layer < 0 or (layers is not None and layer >= layers)]
@@ -97,9 +103,10 @@ def quantize_kv_cache(
         calibration: runs the model over calibration text; needed by `scheme`.
 
     Raises:
-        ValueError: as `check_kv_cache`; a scheme vLLM does not take; no attention layers to hook.
+        ValueError: as `check_kv_cache` and `check_skip_layers`; a scheme vLLM does not take; no attention layers to hook.
     """
-    check_kv_cache(kv_cache_dtype, skip_layers, model)
+    check_kv_cache(kv_cache_dtype)
+    check_skip_layers(skip_layers, model)
     layers = {index: module for index, module in attention_layers(model).items() if index not in set(skip_layers)}
     if scheme is not None and kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"):
         _quantize_by_scheme(model, layers, scheme, calibration)
@@ -256,6 +263,7 @@ __all__ = [
     "calibrate_kv_cache",
     "check_kv_cache",
     "check_scheme",
+    "check_skip_layers",
     "is_quantized",
     "quantize_kv_cache",
 ]

@@ -18,10 +18,10 @@ from opdcheck.models import (
     CausalLM,
     load_causal_lm,
     load_config,
-    source_folder,
     meta_model,
     quiet_transformers,
     resolve_device,
+    source_folder,
 )
 from opdcheck.perturb.kv_cache import is_quantized, quantize_kv_cache
 from opdcheck.perturb.noise import add_weight_noise

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from opdcheck.perturb.kv_cache import SIMULATED, attention_layers, check_kv_cache, quantize_kv_cache
+from opdcheck.perturb.kv_cache import SIMULATED, attention_layers, check_kv_cache, check_skip_layers, quantize_kv_cache
 from opdcheck.perturb.quantization import calibration_pass
 
 SIZES: dict[str, Any] = {
@@ -170,12 +170,12 @@ def test_calibrated_scales(strategy: str) -> None:
 def test_errors() -> None:
     model = make("llama")
     with pytest.raises(ValueError, match="did you mean fp8_e5m2"):
-        check_kv_cache("fp8_e5m", [], model)
+        check_kv_cache("fp8_e5m")
     with pytest.raises(ValueError, match=r"nvfp4 cannot be simulated.*engine: vllm, or one of auto"):
-        check_kv_cache("nvfp4", [], model)
-    check_kv_cache("nvfp4", [], model, engine="vllm")
+        check_kv_cache("nvfp4")
+    check_kv_cache("nvfp4", engine="vllm")
     with pytest.raises(ValueError, match=r"skipped layer 2 does not exist; the model has layers 0 to 1"):
-        check_kv_cache("fp8", [2], model)
+        check_skip_layers([2], model)
     scheme = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True)
     with pytest.raises(ValueError, match="needs calibration prompts"):
         quantize_kv_cache(model, "auto", scheme=scheme)
