@@ -220,9 +220,11 @@ class Sampling(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both sides' logits are divided by it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest set of tokens with this mass; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """-1 (or 0) keeps all tokens, as in vLLM."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Tokens at least this share of the most probable one; 0 keeps all."""
 
     @property
     def truncates(self) -> bool:
@@ -251,17 +253,20 @@ class Noise(Section):
     weights: Annotated[float, Field(ge=0)] = 0.0
     """Sigma relative to each weight tensor's RMS."""
     logits: Annotated[float, Field(ge=0)] = 0.0
-    """Sigma on every logit, in nats, drawn anew at each position."""
+    """Sigma on every logit, in nats, drawn anew at each position. Engine `transformers` only."""
     seed: int = 0
+    """Of the noise."""
 
 
 class Rollout(Section):
     """The candidate: who samples, and in what state."""
 
     engine: EngineName = "vllm"
+    """`vllm` (real kernels) or `transformers` (simulated quantization, whole distributions)."""
     model: ModelRef | None = None
     """Another checkpoint to sample from, e.g. one already quantized by llm-compressor. Default: the student."""
     dtype: DType = "bfloat16"
+    """Compute dtype of the rollout engine."""
     quantization: QuantizationChoice | None = None
     """A compressed-tensors preset name, `{scheme, targets, ignore, group_size}`, or a full `quantization_config`
     with `config_groups`."""
@@ -288,11 +293,13 @@ class Workload(Section):
     num_prompts: Annotated[int, Field(ge=1)] | None = None
     """The first so many rows; default all."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
+    """Completions per prompt; they count as one prompt in every interval."""
     max_completion_length: Annotated[int, Field(ge=1)] = 128
     """In tokens."""
     chat_template_kwargs: dict[str, Any] = {}
     """Handed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
     seed: int = 0
+    """Of the sampling; each completion has a seed of its own, derived from it."""
 
 
 class Decision(Section):

@@ -24,8 +24,8 @@ from opdcheck.models import CausalLM, memory_explained
 from opdcheck.rollouts import Rollout
 from opdcheck.sampling import log_probabilities, log_probabilities_on_support
 
-# Upper bounds of what is alive at once per logit of a chunk (measured in tests/test_scoring.py), with some room for what
-# the allocator holds on to meanwhile (measured in tests/benchmarks/scoring_memory.py).
+# Upper bounds of what is alive at once per logit of a chunk (measured in tests/test_scoring.py), with some room for
+# what the allocator holds on to meanwhile (measured in tests/benchmarks/scoring_memory.py).
 _SCORE_BYTES_PER_LOGIT = 20
 _COMPARE_BYTES_PER_LOGIT = 48
 

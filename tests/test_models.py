@@ -219,7 +219,7 @@ def test_places(tmp_path: Path) -> None:
 def test_a_hub_id_is_loaded_from_the_snapshot_that_is_fingerprinted(
     tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opdcheck.fingerprint._snapshot", lambda repo, revision: tiny_student)
+    monkeypatch.setattr("opdcheck.fingerprint._snapshot", lambda *_: tiny_student)
     assert source_folder(ModelRef(path="someone/tiny"), tmp_path) == str(tiny_student)
 
 
@@ -227,7 +227,7 @@ def test_a_hub_id_that_is_not_there(tmp_path: Path) -> None:
     ref = ModelRef(path="nobody/nothing-of-this-name")
     with pytest.raises(ConfigError, match="nobody/nothing-of-this-name") as caught:
         load_causal_lm(ref, tmp_path, dtype="float32", device="cpu")
-    assert "hub" in (caught.value.hint or "")
+    assert "download" in (caught.value.hint or "")
 
 
 def test_devices() -> None:

@@ -103,7 +103,7 @@ def quantize_kv_cache(
         calibration: runs the model over calibration text; needed by `scheme`.
 
     Raises:
-        ValueError: as `check_kv_cache` and `check_skip_layers`; a scheme vLLM does not take; no attention layers to hook.
+        ValueError: as `check_kv_cache` and `check_skip_layers`; a scheme vLLM does not take; no attention layers.
     """
     check_kv_cache(kv_cache_dtype)
     check_skip_layers(skip_layers, model)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from candidates import CALIBRATION, candidate
-from conftest import make_tiny_student
 from safetensors.torch import load_file, save_file
+from tiny import make_tiny_student
 
 from opdcheck.errors import ConfigError
 from opdcheck.perturb.checkpoint import write_checkpoint

@@ -1,0 +1,62 @@
+"""Controls on the real student: what must be zero is zero, what must be ordered is ordered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opdcheck.config import Candidate
+from opdcheck.floor import trainer_null
+from opdcheck.measure import measure_round
+from opdcheck.mismatch.aggregate import Summary, summarize
+from opdcheck.session import Session
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "smollm2"
+PROMPTS = 8
+
+
+def candidate(smollm2: Path, **rollout: object) -> Candidate:
+    engine_args = {"max_model_len": 512, "enforce_eager": True} if rollout["engine"] == "vllm" else {}
+    return Candidate.model_validate(
+        {
+            "student": {"path": str(smollm2), "device": "cpu"},
+            "rollout": {"engine_args": engine_args, **rollout},
+            "workload": {"prompts": "prompts.jsonl", "num_prompts": PROMPTS, "max_completion_length": 64},
+        }
+    )
+
+
+def measured(smollm2: Path, **rollout: object) -> Summary:
+    with Session(candidate(smollm2, **rollout), EXAMPLES) as session:
+        return summarize(measure_round(session, session.prompts).by_prompt())
+
+
+def test_the_student_against_itself_in_the_same_shapes_is_exactly_zero(smollm2):
+    with Session(candidate(smollm2, engine="transformers"), EXAMPLES) as session:
+        rollouts = measure_round(session, session.prompts[:4]).rollouts
+        hidden = session.trainer_hidden(rollouts)
+        again = session.trainer_hidden(rollouts)
+        sampling = session.candidate.rollout.sampling
+        for mismatch in session.scorer.compare(rollouts, hidden, again, session.trainer.logits, sampling):
+            assert mismatch.tv.max() == 0
+            assert mismatch.kl.max() == 0
+        # Another batch shape is another order of additions in BF16: above zero, and what a floor is for.
+        null = trainer_null(session, rollouts)
+        assert 0 < null.metrics["tv"].mean < 0.1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_kernels_then_fp8_e4m3_then_fp8_e5m2(smollm2):
+    """Issue targets: BF16 k3 of the order 0.002; e4m3 at least 5 times that; e5m2 above e4m3 (CPU kernels)."""
+    pytest.importorskip("vllm")
+    bf16, e4m3, e5m2 = (
+        measured(smollm2, engine="vllm", kv_cache_dtype=name).metrics for name in ("auto", "fp8_e4m3", "fp8_e5m2")
+    )
+    assert 0.0005 < bf16["k3"].mean < 0.008
+    assert e4m3["k3"].mean > 5 * bf16["k3"].mean
+    assert e5m2["k3"].mean > e4m3["k3"].mean
+    # The Rao-Blackwellised KL estimates the same thing with less noise.
+    assert e4m3["kl"].mean > 5 * bf16["kl"].mean
+    assert e5m2["kl"].mean > e4m3["kl"].mean
