@@ -14,7 +14,7 @@ from opdcheck.files import cache_dir, write_atomically
 from opdcheck.measurement import SourceShare
 from opdcheck.rollouts import Rollout
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key. Raise it when the meaning of a stored number changes."""
 
 _Shares = TypeAdapter(list[SourceShare])

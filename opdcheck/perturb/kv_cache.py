@@ -87,6 +87,7 @@ def quantize_kv_cache(
     *,
     scheme: QuantizationArgs | None = None,
     calibration: Callable[[], None] | None = None,
+    toward_zero: bool = False,
 ) -> None:
     """Rounds the keys and values of every attention layer as they enter the cache.
 
@@ -101,6 +102,7 @@ def quantize_kv_cache(
         scheme: `kv_cache_scheme` of a quantization config. As in vLLM, it turns `auto`, `fp8` and `fp8_e4m3` into FP8
             with calibrated scales.
         calibration: runs the model over calibration text; needed by `scheme`.
+        toward_zero: `fp8`, `fp8_e4m3` and `fp8_e5m2` truncate, as vLLM's CPU store does, and not round as a GPU's.
 
     Raises:
         ValueError: as `check_kv_cache` and `check_skip_layers`; a scheme vLLM does not take; no attention layers.
@@ -116,7 +118,8 @@ def quantize_kv_cache(
     if kv_cache_dtype == "auto":
         return
     for module in layers.values():
-        _hook(model, module, _rounding(kv_cache_dtype), _rounding(kv_cache_dtype))
+        rounding = _rounding(kv_cache_dtype, toward_zero=toward_zero)
+        _hook(model, module, rounding, rounding)
 
 
 def attention_layers(model: Any) -> dict[int, torch.nn.Module]:
@@ -144,13 +147,14 @@ def _hook(model: Any, module: torch.nn.Module, round_key: Round, round_value: Ro
     ]
 
 
-def _rounding(kv_cache_dtype: str) -> Round:
+def _rounding(kv_cache_dtype: str, *, toward_zero: bool) -> Round:
+    cast = _cast_truncating if toward_zero else _cast_saturating
     if kv_cache_dtype in ("bfloat16", "float16"):
         return partial(_cast, dtype=getattr(torch, kv_cache_dtype))
     if kv_cache_dtype in ("fp8", "fp8_e4m3"):
-        return partial(_cast_saturating, dtype=torch.float8_e4m3fn)
+        return partial(cast, dtype=torch.float8_e4m3fn)
     if kv_cache_dtype == "fp8_e5m2":
-        return partial(_cast_saturating, dtype=torch.float8_e5m2)
+        return partial(cast, dtype=torch.float8_e5m2)
     if kv_cache_dtype == "fp8_per_token_head":
         return _fp8_per_token_head
     return _int8_per_token_head
@@ -164,6 +168,17 @@ def _cast_saturating(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Through an 8-bit float and back; values beyond its range become its largest, as on a GPU (torch gives NaN)."""
     limit = torch.finfo(dtype).max
     return states.float().clamp(-limit, limit).to(dtype).to(states.dtype)
+
+
+def _cast_truncating(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `_cast_saturating`, but what rounding has moved away from zero takes one step back."""
+    limit = torch.finfo(dtype).max
+    values = states.float().clamp(-limit, limit)
+    rounded = values.to(dtype)
+    too_large = rounded.float().abs() > values.abs()
+    # An 8-bit float's bits without the sign are ordered as its magnitude is, so one step is one less.
+    stepped = (rounded.view(torch.uint8) - too_large.to(torch.uint8)).view(dtype)
+    return stepped.to(states.dtype)
 
 
 def _fp8_per_token_head(states: torch.Tensor) -> torch.Tensor:

@@ -182,11 +182,23 @@ def _fake_quantize(
     if "kv_cache" in parts:
         scheme = None if config is None else config.kv_cache_scheme
         skipped = rollout.kv_cache_dtype_skip_layers
-        quantize_kv_cache(model, rollout.kv_cache_dtype, skipped, scheme=scheme, calibration=calibration)
+        quantize_kv_cache(
+            model,
+            rollout.kv_cache_dtype,
+            skipped,
+            scheme=scheme,
+            calibration=calibration,
+            toward_zero=truncates_kv_cache(candidate),
+        )
     if has_activations:
         attach_activations(model, config, static)
     if config is not None and "weights" in parts:
         fake_quantize_weights(model, config)
+
+
+def truncates_kv_cache(candidate: Candidate) -> bool:
+    """Whether the candidate's engine cuts FP8 keys and values off instead of rounding: vLLM's CPU backend does."""
+    return candidate.rollout.engine == "vllm" and not torch.cuda.is_available()
 
 
 def _casts_kv_cache(candidate: Candidate) -> bool:
@@ -270,7 +282,10 @@ def _describe_kv_cache(candidate: Candidate, real_engine: bool) -> list[Provenan
             how: How = "real" if scales else "not applied"
             return [Provenance("kv_cache", how, f"{rollout.kv_cache_dtype}, {scales or 'kv_cache_scheme'}{but}")]
         return [Provenance("kv_cache", "real" if real_engine else "simulated", f"fp8, calibrated scales{but}")]
-    return [Provenance("kv_cache", "real" if real_engine else "simulated", f"{rollout.kv_cache_dtype}{but}")]
+    cut = rollout.kv_cache_dtype.startswith("fp8") and not real_engine and truncates_kv_cache(candidate)
+    how_rounded = ", truncated toward zero as in vLLM on a CPU" if cut else ""
+    detail = f"{rollout.kv_cache_dtype}{how_rounded}{but}"
+    return [Provenance("kv_cache", "real" if real_engine else "simulated", detail)]
 
 
 def scheme_name(candidate: Candidate) -> str:

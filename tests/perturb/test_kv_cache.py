@@ -18,7 +18,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from opdcheck.perturb.kv_cache import SIMULATED, attention_layers, check_kv_cache, check_skip_layers, quantize_kv_cache
+from opdcheck.perturb.kv_cache import (
+    SIMULATED,
+    _cast_truncating,
+    attention_layers,
+    check_kv_cache,
+    check_skip_layers,
+    quantize_kv_cache,
+)
 from opdcheck.perturb.quantization import calibration_pass
 
 SIZES: dict[str, Any] = {
@@ -188,3 +195,14 @@ def test_errors() -> None:
 def test_real_student_is_hooked_in_every_layer(tiny_student: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_student)
     assert sorted(attention_layers(model)) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_truncation_gives_the_largest_grid_value_not_beyond(dtype):
+    """Against the whole grid: for each value the neighbour toward zero, found by search."""
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    grid = grid[grid.isfinite()].unique()
+    values = torch.cat([torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 3, grid, torch.tensor([1e6])])
+    magnitudes = grid[grid >= 0]
+    expected = torch.stack([magnitudes[magnitudes <= value.abs()].max() * value.sign() for value in values])
+    assert torch.equal(_cast_truncating(values, dtype), expected)
