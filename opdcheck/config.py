@@ -313,7 +313,7 @@ class Decision(Section):
     """No verdict before so many prompts."""
     max_prompts: Annotated[int, Field(ge=2)] | None = None
     """Inconclusive when so many prompts do not decide. Default: all of the workload."""
-    round_prompts: Annotated[int, Field(ge=1)] = 8
+    round_prompts: Annotated[int, Field(ge=1)] = 16
     """Prompts sampled and scored between two looks at the interval."""
 
 
