@@ -206,6 +206,11 @@ def _cpu_complaint(scheme: str | None, kv_cache_dtype: str) -> str | None:
             f"vLLM's CPU backend has no {kv_cache_dtype} KV cache (it has {', '.join(CPU_KV_CACHE_DTYPES)}); "
             "use one of these, engine `transformers` (simulated), or a GPU"
         )
+    if kv_cache_dtype.startswith("fp8") and not (has_avx512() or has_amx()):
+        return (
+            f"vLLM's CPU kernel for a KV cache in {kv_cache_dtype} needs AVX-512 or AMX, which this CPU lacks; "
+            "use engine `transformers` (simulated), or a GPU"
+        )
     if scheme is None:
         return None
     if scheme not in CPU_SCHEMES:
@@ -219,6 +224,13 @@ def _cpu_complaint(scheme: str | None, kv_cache_dtype: str) -> str | None:
             "set `simulate: true`, use engine `transformers` (simulated), or a GPU"
         )
     return None
+
+
+def has_avx512() -> bool:
+    """Whether this CPU has AVX-512."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_supported())
 
 
 def has_amx() -> bool:

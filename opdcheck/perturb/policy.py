@@ -109,7 +109,7 @@ def load_base(candidate: Candidate, base: Path, parts: Collection[SourceName]) -
         )
     ref: ModelRef = student
     if rollout.staleness is not None and "staleness" in parts:
-        ref = ModelRef(path=rollout.staleness.checkpoint, trust_remote_code=student.trust_remote_code)
+        ref = rollout.staleness.as_model().model_copy(update={"trust_remote_code": student.trust_remote_code})
     elif rollout.model is not None and "weights" in parts:
         ref = rollout.model
     dtype = rollout.dtype if "dtype" in parts else student.dtype

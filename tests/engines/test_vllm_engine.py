@@ -21,6 +21,10 @@ LENGTH = 24
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM: run `make install`")
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU backend")
+needs_fp8_kv_cache = pytest.mark.skipif(
+    not (vllm_support.has_avx512() or vllm_support.has_amx()),
+    reason="vLLM's FP8 KV cache on a CPU needs AVX-512 or AMX",
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -225,6 +229,7 @@ class TestConfigurations:
         np.testing.assert_allclose(np.exp(rollout.top_logq).sum(axis=1), 1, atol=1e-5)
 
     @needs_cpu
+    @needs_fp8_kv_cache
     def test_fp8_kv_cache(self, tiny_student: Path) -> None:
         with start(tiny_student) as engine:
             plain = engine.generate(requests())
@@ -240,6 +245,7 @@ class TestConfigurations:
         assert any(one.logq[1] != other.logq[1] for one, other in zip(plain, rounded, strict=True))
 
     @needs_cpu
+    @needs_fp8_kv_cache
     def test_skipped_layers_keep_the_rollout_dtype(self, tiny_student: Path) -> None:
         with start(tiny_student) as engine:
             plain = engine.generate(requests(4))
@@ -405,14 +411,21 @@ class TestRunnableOnCpu:
         monkeypatch.setattr(vllm_support, "has_amx", lambda: False)
         assert "needs AMX" in (check_runnable("FP8_BLOCK", "auto") or "")
 
-    def test_kv_cache_dtypes_are_the_attention_backends_own(self) -> None:
+    def test_kv_cache_dtypes_are_the_attention_backends_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         plain = {"float16", "bfloat16"}  # as the rollout dtype; vLLM lists them as auto
         assert set(vllm_support.CPU_KV_CACHE_DTYPES) - plain == set(CPUAttentionBackend.supported_kv_cache_dtypes)
+        monkeypatch.setattr(vllm_support, "has_avx512", lambda: True)
         for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"):
             assert check_runnable(None, name) is None
         assert "no nvfp4 KV cache" in (check_runnable(None, "nvfp4") or "")
+
+    def test_fp8_kv_cache_needs_avx512(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm_support, "has_avx512", lambda: False)
+        monkeypatch.setattr(vllm_support, "has_amx", lambda: False)
+        assert check_runnable(None, "bfloat16") is None
+        assert "fp8_e5m2 needs AVX-512 or AMX, which this CPU lacks" in (check_runnable(None, "fp8_e5m2") or "")
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
