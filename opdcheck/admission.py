@@ -117,9 +117,10 @@ def identify(candidate: Candidate, base: Path) -> Subject:
     device = resolve_device(candidate.student.device)
     environment = current_environment(candidate.rollout.engine, device, trainer_dtype=candidate.student.dtype)
     rollout, workload = candidate.rollout, candidate.workload
+    stale = rollout.staleness.as_model() if rollout.staleness else None
     others = {
         "rollout.model": rollout.model and weights_hash(rollout.model, base),
-        "staleness": rollout.staleness and weights_hash(rollout.staleness.as_model(), base),
+        "staleness": stale and weights_hash(stale, base),
     }
     key = {
         "opdcheck": __version__,

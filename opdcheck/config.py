@@ -235,16 +235,17 @@ class Sampling(Section):
 class Staleness(Section):
     """The rollout policy holds weights that are `lag` optimizer steps older than the trainer's."""
 
-    checkpoint: Annotated[str, Field(min_length=1)]
-    """Folder or hub id of the older weights."""
+    checkpoint: Annotated[str, Field(min_length=1)] | None = None
+    """Folder or hub id of the older weights. Without it `admit` takes `lag` real optimizer steps from the student, with
+    the budget's method settings: then the student is the older one."""
     revision: str | None = None
     """Hub revision, such as a training step's branch."""
-    lag: Annotated[int, Field(ge=0)] | None = None
-    """Optimizer steps between the two; for the record."""
+    lag: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between the two. With a checkpoint: for the record."""
 
-    def as_model(self) -> ModelRef:
-        """The older weights as a model to load."""
-        return ModelRef(path=self.checkpoint, revision=self.revision)
+    def as_model(self) -> ModelRef | None:
+        """The older weights as a model to load; None without a checkpoint."""
+        return None if self.checkpoint is None else ModelRef(path=self.checkpoint, revision=self.revision)
 
 
 class Noise(Section):
@@ -425,25 +426,43 @@ Problem = tuple[str, str]
 
 def rule_problems(candidate: Candidate) -> Iterator[Problem]:
     """What is wrong between keys; no file is touched."""
-    yield from _engine_problems(candidate.rollout)
-    yield from _engine_args_problems(candidate.rollout)
+    yield from rollout_problems(candidate.rollout)
     yield from _prompt_count_problems(candidate.workload, candidate.decision)
     for name in candidate.workload.chat_template_kwargs:
         if name in TOKENIZATION_ARGS:
             yield f"workload.chat_template_kwargs.{name}", "cannot be set: opdcheck decides how prompts are tokenized"
-    if candidate.rollout.model and candidate.rollout.staleness:
+    if _takes_steps(candidate.rollout) and candidate.teacher is None:
+        yield "rollout.staleness.lag", "needs `teacher`: the optimizer steps are distillation steps"
+
+
+def rollout_problems(rollout: Rollout) -> Iterator[Problem]:
+    """What is wrong between the keys of `rollout`; no file is touched."""
+    yield from _engine_problems(rollout)
+    yield from _engine_args_problems(rollout)
+    stale = rollout.staleness
+    if stale is None:
+        return
+    if rollout.model is not None:
         yield "rollout.staleness", "`rollout.model` names the weights to sample from already; use one of the two"
+    if stale.checkpoint is None and stale.lag is None:
+        yield "rollout.staleness", "expected `checkpoint` (older weights) or `lag` (optimizer steps to take)"
+    if stale.checkpoint is None and stale.revision is not None:
+        yield "rollout.staleness.revision", "of which checkpoint? `staleness.checkpoint` is not set"
+
+
+def _takes_steps(rollout: Rollout) -> bool:
+    return rollout.staleness is not None and rollout.staleness.checkpoint is None
 
 
 def file_problems(candidate: Candidate, base: Path) -> Iterator[Problem]:
     """What is wrong with the files and models that a candidate names. Nothing is read and no hub is asked."""
     rollout = candidate.rollout
     stale = rollout.staleness.as_model() if rollout.staleness else None
-    yield from _model_problems("student", "path", candidate.student, base)
-    yield from _model_problems("teacher", "path", candidate.teacher, base)
-    yield from _model_problems("rollout.model", "path", rollout.model, base)
-    yield from _model_problems("rollout.staleness", "checkpoint", stale, base)
-    yield from _file_problems("workload.prompts", candidate.workload.prompts, base, (".jsonl", ".ndjson", ".parquet"))
+    yield from model_problems("student", "path", candidate.student, base)
+    yield from model_problems("teacher", "path", candidate.teacher, base)
+    yield from model_problems("rollout.model", "path", rollout.model, base)
+    yield from model_problems("rollout.staleness", "checkpoint", stale, base)
+    yield from prompt_file_problems("workload.prompts", candidate.workload.prompts, base)
     if candidate.budget is not None:
         yield from _file_problems("budget", candidate.budget, base, ())
 
@@ -492,7 +511,8 @@ def _prompt_count_problems(workload: Workload, decision: Decision) -> Iterator[P
         )
 
 
-def _model_problems(key: str, name: str, model: ModelRef | None, base: Path) -> Iterator[Problem]:
+def model_problems(key: str, name: str, model: ModelRef | None, base: Path) -> Iterator[Problem]:
+    """What is wrong with a model's folder or hub id, as far as the disk tells."""
     if model is None:
         return
     try:
@@ -511,6 +531,22 @@ def _model_problems(key: str, name: str, model: ModelRef | None, base: Path) -> 
         yield f"{key}.{name}", f"no config.json in this folder, so it holds no model: {folder}"
     elif model.revision is not None:
         yield f"{key}.revision", f"only for a hub id; `{name}` is a folder on disk"
+
+
+def prompt_file_problems(key: str, path: str, base: Path) -> Iterator[Problem]:
+    """What is wrong with the name of a prompt file."""
+    yield from _file_problems(key, path, base, (".jsonl", ".ndjson", ".parquet"))
+
+
+def folder_problems(key: str, path: str, base: Path) -> Iterator[Problem]:
+    """What is wrong with the name of a file to be written."""
+    try:
+        file = resolve(path, base)
+    except ConfigError as error:
+        yield key, error.message
+        return
+    if file.is_dir():
+        yield key, f"expected a file to write, found a folder: {file}"
 
 
 def _file_problems(key: str, path: str, base: Path, suffixes: tuple[str, ...]) -> Iterator[Problem]:

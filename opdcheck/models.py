@@ -84,9 +84,8 @@ class CausalLM:
         noisy.logit_noise, noisy.noise_seed = sigma, seed
         return noisy
 
-    @torch.no_grad()
-    def final_hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The decoder alone: what the head sees at each position, in the model's dtype.
+    def decode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The decoder alone: what the head sees at each position, in the model's dtype; with gradients if they are on.
 
         Args:
             input_ids: int64 [batch, tokens].
@@ -101,22 +100,25 @@ class CausalLM:
         return hidden
 
     @torch.no_grad()
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """The head's projection before soft-capping or scaling. [tokens, hidden] -> [tokens, vocab], model dtype."""
-        raw: Tensor = self.head(hidden.to(self.device))
-        return raw
+    def final_hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """As `decode`, without gradients."""
+        return self.decode(input_ids, attention_mask)
 
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The model's logits, as `model(...).logits` gives them (plus logit noise if the policy has any).
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """The model's logits, as `model(...).logits` gives them, in its dtype; with gradients if they are on.
 
         Args:
             hidden: [tokens, hidden], on any device.
 
         Returns:
-            float32 [tokens, vocab] on the model's device, a tensor of its own.
+            [tokens, vocab] on the model's device, a tensor of its own.
         """
-        return self.add_logit_noise(self._head_transform(self.unembed(hidden)).float(), hidden)
+        return self._head_transform(self.head(hidden.to(self.device)))
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `head_logits`, in float32 and without gradients, plus logit noise if the policy has any."""
+        return self.add_logit_noise(self.head_logits(hidden).float(), hidden)
 
     @torch.no_grad()
     def add_logit_noise(self, logits: Tensor, hidden: Tensor) -> Tensor:

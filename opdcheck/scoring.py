@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opdcheck.batches import completion_rows, length_batches, teacher_forced
 from opdcheck.config import Sampling
 from opdcheck.errors import EngineError
 from opdcheck.mismatch.exact import divergence, exact_mismatch
@@ -194,30 +195,16 @@ class Scorer:
 
     def _decode(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """One pass of the decoder over one batch."""
-        # The last token predicts nothing, so it is left out.
-        sequences = [[*rollout.prompt.token_ids, *rollout.token_ids.tolist()][:-1] for rollout in rollouts]
-        longest = max(map(len, sequences))
-        input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])
-        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences])
+        input_ids, mask = teacher_forced(rollouts)
         with memory_explained("running the trainer's decoder"):
             hidden = self.model.final_hidden(input_ids, mask)
         # Copies: a view would keep the whole padded batch alive.
-        return [
-            row[len(ids) - len(rollout) : len(ids)].to("cpu", copy=True)
-            for row, ids, rollout in zip(hidden, sequences, rollouts, strict=True)
-        ]
+        return [row.to("cpu", copy=True) for row in completion_rows(hidden, rollouts)]
 
     def _batches(self, rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
-        """Indices of the rollouts that share a pass of the decoder: longest first, so that memory peaks at once."""
+        """Indices of the rollouts that share a pass of the decoder."""
         lengths = [len(rollout.prompt.token_ids) + len(rollout) - 1 for rollout in rollouts]
-        batch: list[int] = []
-        for index in sorted(range(len(rollouts)), key=lambda index: -lengths[index]):
-            if batch and (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
+        return length_batches(lengths, self.batch_tokens)
 
     def _chunks(self, lengths: Sequence[int], bytes_per_logit: int) -> Iterator[list[_Piece]]:
         """Cuts all rows, in order, into chunks that fit `chunk_bytes`; short rollouts share one."""

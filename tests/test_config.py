@@ -8,6 +8,7 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import ValidationError
 
+from opdcheck.budget import load_budget
 from opdcheck.config import (
     FIXED_ARGS,
     OWN_KEYS,
@@ -306,7 +307,8 @@ def test_examples_are_valid(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_text(re.sub(r"~/\.cache/opdcheck/students/smollm2-135m-instruct", "./student", text))
     candidate = load_candidate(copy, budget_must_exist=False).value
-    assert candidate.budget == "../../budgets/smollm2-135m.yaml"
+    budget = load_budget(EXAMPLES / (candidate.budget or ""))
+    assert budget.environment.engine == candidate.rollout.engine
     assert candidate.student.dtype == "bfloat16"
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from opdcheck.batches import length_batches
 from opdcheck.config import Sampling
 from opdcheck.engines.base import Provenance
 from opdcheck.errors import EngineError
@@ -124,15 +125,7 @@ class TransformersEngine:
         """Indices of the requests that are sampled together: similar prompt lengths, longest first."""
         most_rows = max(1, _STEP_BYTES // (self.policy.vocab_size * _STEP_BYTES_PER_LOGIT))
         lengths = [len(request.prompt.token_ids) + self._max_completion_length for request in requests]
-        batch: list[int] = []
-        for index in sorted(range(len(requests)), key=lambda index: -lengths[index]):
-            tokens = (len(batch) + 1) * lengths[batch[0]] if batch else 0
-            if len(batch) == most_rows or tokens > self._max_batch_tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
+        return length_batches(lengths, self._max_batch_tokens, most_rows)
 
     def _generate_batch(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         policy = self.policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +88,8 @@ def build_policy(
         ConfigError: a part does not fit the model, or the checkpoints do not fit each other.
     """
     policy = load_base(candidate, base, parts)
-    calibration = calibration_pass(policy.model, calibration_ids) if calibration_ids else None
     try:
-        _fake_quantize(policy.model, candidate, parts, calibration)
+        _fake_quantize(policy.model, candidate, parts, calibration_ids)
     except ValueError as error:
         raise ConfigError(f"rollout: {error}") from error
     return policy
@@ -108,16 +107,17 @@ def load_base(candidate: Candidate, base: Path, parts: Collection[SourceName]) -
             "rollout: give either `model` or `staleness`, not both: each names the weights to sample from"
         )
     ref: ModelRef = student
-    if rollout.staleness is not None and "staleness" in parts:
-        ref = rollout.staleness.as_model().model_copy(update={"trust_remote_code": student.trust_remote_code})
+    stale = rollout.staleness.as_model() if rollout.staleness is not None and "staleness" in parts else None
+    if stale is not None:
+        ref = stale.model_copy(update={"trust_remote_code": student.trust_remote_code})
     elif rollout.model is not None and "weights" in parts:
         ref = rollout.model
     dtype = rollout.dtype if "dtype" in parts else student.dtype
     if ref is not student:
         _refuse_quantizing_twice(candidate, ref, base)
     policy = _load(ref, base, dtype, student.device)
-    if rollout.staleness is not None and "staleness" in parts:
-        _check_same_architecture(policy.model, meta_model(student, base), rollout.staleness.checkpoint)
+    if stale is not None:
+        _check_same_architecture(policy.model, meta_model(student, base), stale.path)
     if rollout.noise is not None and "noise" in parts:
         add_weight_noise(policy.model, rollout.noise.weights, rollout.noise.seed)
     return policy
@@ -172,28 +172,40 @@ def describe(candidate: Candidate, *, engine: str) -> list[Provenance]:
 
 
 def _fake_quantize(
-    model: Any, candidate: Candidate, parts: Collection[SourceName], calibration: Callable[[], None] | None
+    model: Any, candidate: Candidate, parts: Collection[SourceName], calibration_ids: list[list[int]] | None
 ) -> None:
-    """Static scales are set while nothing is rounded yet, as llm-compressor and `write_checkpoint` do."""
+    attach_rounding(model, candidate, parts, calibration_ids)
+    config = quantization_config(candidate)
+    if config is not None and "weights" in parts:
+        fake_quantize_weights(model, config)
+
+
+def attach_rounding(
+    model: Any, candidate: Candidate, parts: Collection[SourceName], calibration_ids: list[list[int]] | None
+) -> None:
+    """Hooks that round activations and the KV cache as the candidate says. The weights stay as they are.
+
+    Static scales are set while nothing is rounded yet, as llm-compressor and `write_checkpoint` do.
+
+    Raises:
+        ValueError: a part does not fit the model, or static scales have no text to be set from.
+    """
     rollout = candidate.rollout
     config = quantization_config(candidate)
+    calibration = calibration_pass(model, calibration_ids) if calibration_ids else None
     has_activations = config is not None and "activations" in parts
     static = calibrate_activations(model, config, calibration) if has_activations else {}
     if "kv_cache" in parts:
-        scheme = None if config is None else config.kv_cache_scheme
-        skipped = rollout.kv_cache_dtype_skip_layers
         quantize_kv_cache(
             model,
             rollout.kv_cache_dtype,
-            skipped,
-            scheme=scheme,
+            rollout.kv_cache_dtype_skip_layers,
+            scheme=None if config is None else config.kv_cache_scheme,
             calibration=calibration,
             toward_zero=truncates_kv_cache(candidate),
         )
     if has_activations:
         attach_activations(model, config, static)
-    if config is not None and "weights" in parts:
-        fake_quantize_weights(model, config)
 
 
 def truncates_kv_cache(candidate: Candidate) -> bool:
@@ -306,6 +318,7 @@ def free(policy: CausalLM) -> None:
 __all__ = [
     "PARTS",
     "active_parts",
+    "attach_rounding",
     "build_policy",
     "describe",
     "free",
