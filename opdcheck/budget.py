@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from opdcheck.calibrate.records import Backtest, BudgetMethod, Evidence, Fitted
 from opdcheck.config import DType, EngineName, Metric, Model
 from opdcheck.errors import BudgetInvalidError, ConfigError
 from opdcheck.files import write_atomically
@@ -44,20 +45,6 @@ class Environment(Model):
 
 COMPARED_ENVIRONMENT = ("engine", "torch", "transformers", "vllm", "compressed_tensors", "device", "trainer_dtype")
 COMPARED_MODEL = ("weights", "tokenizer", "chat_template")
-
-
-class Method(Model):
-    """The training method whose tolerance the limits describe."""
-
-    kind: Literal["opd", "rl"]
-    beta: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of the generalized Jensen-Shannon divergence in OPD: 0 forward KL, 1 reverse KL."""
-    temperature: Positive | None = None
-    max_completion_length: Annotated[int, Field(ge=1)] | None = None
-    """In tokens."""
-    learning_rate: Positive | None = None
-    batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Completions per optimizer step."""
 
 
 class TailLimits(Model):
@@ -100,19 +87,24 @@ class Budget(Model):
     name: str
     provenance: Literal["declared", "calibrated"]
     """`declared`: set by a team. `calibrated`: measured by `opdcheck calibrate`."""
-    created: str
-    """ISO 8601 date and time."""
+    created: str | None = None
+    """ISO 8601 date and time of a declared budget. A calibrated one has none: the same trainings give the same file."""
     declared_by: str | None = None
     reason: str | None = None
     """Why a declared limit is what it is; shown with every verdict."""
     student: ModelFingerprint
     teacher: ModelFingerprint | None = None
     environment: Environment
-    method: Method | None = None
+    method: BudgetMethod | None = None
+    """Of a calibrated budget: how the student was trained."""
     limits: Limits
     floor: Floor | None = None
-    evidence: list[dict[str, Any]] = []
-    """Calibration points: configuration, metrics, quality, seed."""
+    fit: Fitted | None = None
+    """How a calibrated limit came about."""
+    evidence: list[Evidence] = []
+    """The levels that were trained under, and what each cost."""
+    backtest: Backtest | None = None
+    """Verdicts on configurations that the calibration never saw, against full trainings."""
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:
@@ -135,7 +127,7 @@ class Budget(Model):
     @model_validator(mode="after")
     def _created_is_a_date(self) -> Self:
         try:
-            datetime.fromisoformat(self.created)
+            datetime.fromisoformat(self.created or "2026-01-01")
         except ValueError:
             raise ValueError(f"created: expected an ISO 8601 date and time, found {self.created!r}") from None
         return self

@@ -17,6 +17,9 @@ class Progress(Protocol):
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
         """The running interval after a round of prompts."""
 
+    def training(self, text: str, done: int, total: int, seconds_left: float | None) -> None:
+        """How far a calibration is: what is being trained, and how many trainings are done."""
+
 
 class Silent:
     """Says nothing."""
@@ -25,4 +28,7 @@ class Silent:
         pass
 
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
+        pass
+
+    def training(self, text: str, done: int, total: int, seconds_left: float | None) -> None:
         pass

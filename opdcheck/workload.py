@@ -110,11 +110,11 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{_shown(path)}: cannot be read: {error.strerror or error}") from None
 
 
-def parquet_rows(path: Path) -> Iterator[Row]:
-    """The rows of a Parquet file, one by one; only its columns `prompt` and `messages` are read.
+def parquet_rows(path: Path, keys: tuple[str, ...] = ("prompt", "messages")) -> Iterator[Row]:
+    """The rows of a Parquet file, one by one; only the columns in `keys` are read.
 
     Raises:
-        ConfigError: the file cannot be read, is no Parquet, or has neither column.
+        ConfigError: the file cannot be read, is no Parquet, or has none of the columns.
     """
     import pyarrow
     import pyarrow.parquet
@@ -122,10 +122,11 @@ def parquet_rows(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            columns = [name for name in ("prompt", "messages") if name in names]
+            columns = [name for name in keys if name in names]
             if not columns:
                 listed = ", ".join(map(repr, names[:20])) or "none"
-                raise ConfigError(f"{_shown(path)}: expected a column `prompt` or `messages`, found: {listed}")
+                wanted = " or ".join(f"`{key}`" for key in keys)
+                raise ConfigError(f"{_shown(path)}: expected a column {wanted}, found: {listed}")
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for content in batch.to_pylist():

@@ -142,7 +142,7 @@ class Calibration(Section):
     budget: str
     """Budget file to write, relative to this file."""
     runs: str | None = None
-    """Folder that finished trainings are kept in, relative to this file. Default: beside the budget, `NAME.runs`."""
+    """Folder that finished trainings are kept in, relative to this file. Default: in the cache, by the budget's name."""
 
 
 def load_calibration(path: Path) -> Located[Calibration]:

@@ -50,6 +50,7 @@ class TerminalProgress:
         self._live: Live | None = None
         self._stage = ""
         self._look = ""
+        self._told = -1
         self._started = time.monotonic()
 
     def __enter__(self) -> TerminalProgress:
@@ -86,3 +87,19 @@ class TerminalProgress:
         )
         if self._live is None:
             self.console.print(self._look, markup=False)
+
+    def training(self, text: str, done: int, total: int, seconds_left: float | None) -> None:
+        left = "" if seconds_left is None else f", about {duration(seconds_left)} left"
+        self._stage = f"training {done + 1} of {total}{left}: {text}"
+        # Without a terminal: a line per training, not one per step.
+        if self._live is None and done != self._told:
+            self._told = done
+            self.console.print(f"training {done + 1} of {total}{left}: {text.partition(':')[0]}", markup=False)
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `2 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

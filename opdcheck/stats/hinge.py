@@ -47,19 +47,19 @@ def fit_hinge(mismatch: Float[Array, " levels"], losses: Float[Array, "levels se
 def benchmark_doses(
     mismatch: Float[Array, " levels"],
     losses: Float[Array, "levels seeds"],
-    margins: Float[Array, " bootstraps"],
+    margin: float,
     seed_indices: Float[Array, "bootstraps seeds"],
 ) -> Float[Array, " bootstraps"]:
     """The benchmark dose of each resampled set of seeds; infinite where it shows no rise.
 
     Args:
-        margins: of each resample (the margin is a share of the same seeds' gain).
+        margin: the loss whose dose is asked for; fixed before the data.
         seed_indices: which seeds make up each resample: see `resample_seeds`.
     """
     means = losses[:, seed_indices].mean(axis=2).T  # [bootstraps, levels]
     thresholds, slopes = _fit_many(mismatch, means)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(slopes > 0, thresholds + margins / slopes, np.inf)
+        return np.where(slopes > 0, thresholds + margin / slopes, np.inf)
 
 
 def resample_seeds(seeds: int, bootstraps: int, random_seed: int) -> np.ndarray:

@@ -1,0 +1,103 @@
+"""The student some optimizer steps on: what makes a lag measurable without a checkpoint of older weights.
+
+The trainer is the student after `lag` real steps; the rollout policy is the student as it is, and so `lag` steps old.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from opdcheck.calibrate.file import Method
+from opdcheck.calibrate.laboratory import Laboratory
+from opdcheck.calibrate.store import content_key
+from opdcheck.config import Candidate, Staleness
+from opdcheck.files import cache_dir
+from opdcheck.fingerprint import fingerprint_model
+from opdcheck.floor import unperturbed
+from opdcheck.progress import Progress
+
+KEPT = 4
+"""Checkpoints that stay in the cache, the last used ones: each is as large as the student."""
+
+
+def with_steps_taken(candidate: Candidate, base: Path, method: Method, *, progress: Progress) -> Candidate:
+    """The candidate with `lag` steps taken: its student is the trained one, its stale checkpoint the student of before.
+
+    The steps are distillation steps on the workload's prompts, with unperturbed rollouts of the current weights.
+
+    Args:
+        candidate: with `staleness.lag` and a teacher, without `staleness.checkpoint`.
+        method: loss, learning rate, batch: a lag means nothing without them.
+
+    Raises:
+        ConfigError: the teacher's vocabulary is not the student's.
+        EngineError: the steps failed.
+    """
+    staleness = candidate.rollout.staleness
+    if staleness is None or staleness.lag is None or candidate.teacher is None:
+        raise ValueError("a lag and a teacher are needed")
+    folder = _checkpoint(candidate, base, method, staleness.lag, progress)
+    student = candidate.student
+    behind = Staleness(checkpoint=student.path, revision=student.revision, lag=staleness.lag)
+    return candidate.model_copy(
+        update={
+            "student": student.model_copy(update={"path": str(folder), "revision": None}),
+            "rollout": candidate.rollout.model_copy(update={"staleness": behind}),
+        }
+    )
+
+
+def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, progress: Progress) -> Path:
+    clean = unperturbed(candidate)
+    laboratory = Laboratory(clean, base, method, evaluation=None, verifier=None, progress=progress)
+    teacher = clean.teacher
+    key = content_key(
+        {
+            "student": fingerprint_model(clean.student, base).weights,
+            "dtype": clean.student.dtype,
+            "device": clean.student.device,
+            "teacher": teacher and fingerprint_model(teacher, base).weights,
+            "method": method.model_dump(exclude={"steps"}),
+            "sampling": clean.rollout.sampling.model_dump(),
+            "max_completion_length": clean.workload.max_completion_length,
+            "seed": clean.workload.seed,
+            "lag": lag,
+            **laboratory.content(),
+        }
+    )
+    folder = cache_dir() / "ahead" / key
+    if not (folder / "config.json").is_file():
+        _take_steps(laboratory, clean, base, lag, folder, progress)
+    folder.touch()
+    _prune(folder.parent)
+    return folder
+
+
+def _take_steps(
+    laboratory: Laboratory, clean: Candidate, base: Path, lag: int, folder: Path, progress: Progress
+) -> None:
+    from opdcheck.calibrate.training import Training
+    from opdcheck.workload import load_tokenizer
+
+    with Training(laboratory.setup, clean, clean.workload.seed) as training:
+        for step in range(lag):
+            progress.stage(f"optimizer step {step + 1} of {lag}, to be ahead of the rollout weights")
+            training.step()
+        model = training.student.model
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    load_tokenizer(clean.student, base).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _prune(parent: Path) -> None:
+    folders = sorted((f for f in parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime, reverse=True)
+    for old in folders[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+__all__ = ["with_steps_taken"]

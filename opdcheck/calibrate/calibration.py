@@ -1,0 +1,370 @@
+"""`calibrate`: calibration file -> trainings -> budget. Finished work is kept, so the same command goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opdcheck import preflight
+from opdcheck.admission import Subject, identify
+from opdcheck.budget import Budget, Floor, Limits
+from opdcheck.calibrate.ahead import with_steps_taken
+from opdcheck.calibrate.file import Calibration, load_calibration
+from opdcheck.calibrate.fit import LevelLosses, calibrate_limits
+from opdcheck.calibrate.ladder import Level, as_candidate, levels, unperturbed
+from opdcheck.calibrate.laboratory import Laboratory
+from opdcheck.calibrate.records import BudgetMethod, CalibrationFit, Evidence, Fitted
+from opdcheck.calibrate.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
+from opdcheck.config import resolve
+from opdcheck.errors import ConfigError, EngineError
+from opdcheck.files import cache_dir
+from opdcheck.floor import means, trainer_null
+from opdcheck.progress import Progress, Silent
+from opdcheck.yamlfile import Located
+
+FLOOR_PROMPTS = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a calibration consists of, and what of it is already done."""
+
+    levels: list[Level]
+    seeds: list[int]
+    finished: int
+    """Trainings that are kept from before."""
+    seconds_per_training: float | None
+    """Median of the finished ones; None without any."""
+
+    @property
+    def trainings(self) -> int:
+        return len(self.levels) * len(self.seeds)
+
+    @property
+    def seconds_left(self) -> float | None:
+        if self.seconds_per_training is None:
+            return None
+        return (self.trainings - self.finished) * self.seconds_per_training
+
+
+def calibrate(calibration_file: str | Path, *, progress: Progress | None = None) -> Budget:
+    """Trains the student under every level of the ladder, with every seed, and fits its limits.
+
+    Args:
+        calibration_file: YAML file of `opdcheck.calibrate.file.Calibration`.
+
+    Returns:
+        The budget; it is not written.
+
+    Raises:
+        ConfigError: the file is wrong, or does not fit the models.
+        EngineError: a training failed, or its result could not be kept; finished ones are.
+        CannotCalibrateError: the trainings do not support any limit.
+    """
+    return Calibrator(load_calibration(Path(calibration_file)), progress or Silent()).budget()
+
+
+def plan(calibration_file: str | Path) -> Plan:
+    """What `calibrate` would do: no training, no model in memory.
+
+    Raises:
+        ConfigError: as `calibrate`.
+    """
+    return Calibrator(load_calibration(Path(calibration_file)), Silent()).plan()
+
+
+class Calibrator:
+    """One calibration: its levels, seeds, finished work and what they say."""
+
+    def __init__(self, located: Located[Calibration], progress: Progress) -> None:
+        self.located = located
+        self.calibration = located.value
+        self.base = located.path.parent
+        self.progress = progress
+        self.levels = levels(self.calibration)
+        self.store = RunStore(runs_folder(self.calibration, self.base))
+        self.clean = as_candidate(self.calibration, unperturbed(self.calibration))
+        progress.stage("checking models and ladder")
+        self.subject: Subject = identify(self.clean, self.base)
+        for index, level in enumerate(self.levels):
+            self._check_level(level, index)
+        self.laboratory = Laboratory(
+            self.clean,
+            self.base,
+            self.calibration.method,
+            evaluation=self.calibration.evaluation,
+            verifier=self.calibration.verifier,
+            progress=progress,
+        )
+
+    def _check_level(self, level: Level, index: int) -> None:
+        candidate = as_candidate(self.calibration, level)
+        key = "rollout" if index == 0 else "ladder"
+        try:
+            preflight.check(Located(candidate, self.located.path), self.base)
+        except ConfigError as error:
+            text = error.message.removeprefix(f"{self.located.path}:1: ")
+            raise self.located.error(key, f"{level.name}: {text}", hint=error.hint) from error
+
+    def plan(self) -> Plan:
+        """What there is to do, and how long it may take."""
+        runs = [run for level in self.levels for seed in self.calibration.seeds if (run := self._stored(level, seed))]
+        seconds = sorted(run.outcome.seconds for run in runs)
+        return Plan(
+            levels=self.levels,
+            seeds=self.calibration.seeds,
+            finished=len(runs),
+            seconds_per_training=seconds[len(seconds) // 2] if seconds else None,
+        )
+
+    def budget(self) -> Budget:
+        """Everything: mismatch of each level, all trainings, the fit, the budget."""
+        measured = [self.mismatch(level) for level in self.levels]
+        floor = self._floor(measured[0])
+        runs = self.trainings()
+        self.progress.stage("fitting the limit")
+        fit = self.fit(measured, runs)
+        return self._assemble(fit, measured, runs, floor)
+
+    # --- mismatch -----------------------------------------------------------------------------------------------------
+
+    def mismatch(self, level: Level) -> LevelMismatch:
+        """The mismatch of a level, as `admit` measures it: kept, or measured now."""
+        key = content_key({**self._shared_content(), "mismatch": level.rollout.model_dump(mode="json"),
+                           "prompts_measured": self.calibration.mismatch_prompts,
+                           "method": self.calibration.method.model_dump() if level.lag else None})
+        stored = self.store.load(f"mismatch-{level.slug}", key, LevelMismatch)
+        if stored is not None:
+            return stored
+        self.progress.stage(f"measuring the mismatch of {level.name}")
+        result = self._measure(level, key)
+        self._keep(f"mismatch-{level.slug}", key, result)
+        return result
+
+    def _measure(self, level: Level, key: str) -> LevelMismatch:
+        from opdcheck.measure import measure_round, summarize_rounds
+        from opdcheck.session import Session, in_rounds
+
+        candidate = as_candidate(self.calibration, level)
+        if level.lag:
+            candidate = with_steps_taken(candidate, self.base, self.calibration.method, progress=self.progress)
+        with Session(candidate, self.base) as session:
+            prompts = session.prompts[: self.calibration.mismatch_prompts]
+            rounds = [measure_round(session, group) for group in in_rounds(prompts, 32)]
+        summary = summarize_rounds(rounds, cached=False)
+        return LevelMismatch(
+            key=key,
+            level=level.name,
+            metrics={name: metric.mean for name, metric in summary.metrics.items()},
+            prompts=summary.prompts,
+            tokens=summary.tokens,
+        )
+
+    def _floor(self, clean: LevelMismatch) -> Floor:
+        """The unperturbed level is the kernel floor; the trainer's null is measured on its first prompts."""
+        key = content_key({**self._shared_content(), "null": FLOOR_PROMPTS})
+        stored = self.store.load("floor", key, KeptFloor)
+        if stored is not None:
+            return stored.floor
+        from opdcheck.measure import measure_round
+        from opdcheck.session import Session
+
+        self.progress.stage("measuring the trainer against itself")
+        with Session(self.clean, self.base) as session:
+            rollouts = measure_round(session, session.prompts[:FLOOR_PROMPTS]).rollouts
+            null = means(trainer_null(session, rollouts))
+        floor = Floor(
+            kernel={name: clean.metrics[name] for name in null},
+            trainer_null=null,
+            prompts=clean.prompts,
+            tokens=clean.tokens,
+        )
+        self._keep("floor", key, KeptFloor(key=key, floor=floor))
+        return floor
+
+    # --- trainings ----------------------------------------------------------------------------------------------------
+
+    def trainings(self) -> list[Run]:
+        """Every level with every seed, seed by seed: kept from before, or trained now."""
+        jobs = [(level, seed) for seed in self.calibration.seeds for level in self.levels]
+        runs: list[Run] = []
+        clock = _Clock(len(jobs))
+        for level, seed in jobs:
+            run = self._stored(level, seed)
+            if run is None:
+                run = self._train(level, seed, clock)
+                clock.trained(run.outcome.seconds)
+            else:
+                clock.skipped()
+            runs.append(run)
+        return runs
+
+    def _train(self, level: Level, seed: int, clock: _Clock) -> Run:
+        from opdcheck.calibrate.training import train
+
+        candidate = as_candidate(self.calibration, level)
+        steps = self.calibration.method.steps
+
+        def tell(done: int) -> None:
+            self.progress.training(
+                f"{level.name}, seed {seed}: step {done}/{steps}", clock.done, clock.total, clock.seconds_left
+            )
+
+        outcome = train(self.laboratory.setup, candidate, seed, on_step=tell)
+        run = Run(
+            key=self._run_key(level, seed),
+            level=level.name,
+            source=level.source,
+            rollout=level.rollout,
+            seed=seed,
+            outcome=outcome,
+        )
+        self._keep(self._run_name(level, seed), run.key, run)
+        return run
+
+    def _stored(self, level: Level, seed: int) -> Run | None:
+        return self.store.load(self._run_name(level, seed), self._run_key(level, seed), Run)
+
+    def _run_name(self, level: Level, seed: int) -> str:
+        return f"{level.slug}-seed{seed}"
+
+    def _run_key(self, level: Level, seed: int) -> str:
+        calibration = self.calibration
+        return content_key(
+            {
+                **self._shared_content(),
+                "method": calibration.method.model_dump(),
+                "evaluation": calibration.evaluation.model_dump(exclude={"prompts"}),
+                "verifier": calibration.verifier and calibration.verifier.model_dump(),
+                "rollout": level.rollout.model_dump(mode="json"),
+                "seed": seed,
+            }
+        )
+
+    def _shared_content(self) -> dict[str, Any]:
+        subject = self.subject
+        environment = subject.environment.model_dump(exclude={"python", "cpu_capability"})
+        return {
+            "student": subject.student.model_dump(exclude={"name"}),
+            "teacher": subject.teacher and subject.teacher.model_dump(exclude={"name"}),
+            "environment": environment,
+            "max_completion_length": self.calibration.workload.max_completion_length,
+            "workload_seed": self.calibration.workload.seed,
+            **self.laboratory.content(),
+        }
+
+    def _keep(self, name: str, key: str, result: Any) -> None:
+        try:
+            self.store.save(name, key, result)
+        except OSError as error:
+            raise EngineError(
+                f"{self.store.folder}: the finished {name} cannot be kept: {error.strerror or error}",
+                hint="Make room, or set `runs` to another folder; what is kept already stays, and the same command "
+                "goes on from there.",
+            ) from error
+
+    # --- budget -------------------------------------------------------------------------------------------------------
+
+    def fit(self, measured: Sequence[LevelMismatch], runs: Sequence[Run]) -> CalibrationFit:
+        """The limits that the trainings support."""
+        quality = self.calibration.quality
+        loss = {(run.level, run.seed): run.outcome.loss(quality) for run in runs}
+        start = {run.seed: run.outcome.evaluations[0].kl for run in runs if run.source == "none"}
+        clean, seeds = self.levels[0].name, self.calibration.seeds
+        found = [
+            LevelLosses(
+                name=level.name,
+                source=level.source,
+                mismatch=mismatch.metrics[self.calibration.metric],
+                losses=[loss[level.name, seed] - loss[clean, seed] for seed in seeds],
+            )
+            for level, mismatch in zip(self.levels[1:], measured[1:], strict=True)
+        ]
+        gains = [start[seed] - loss[clean, seed] for seed in seeds]
+        return calibrate_limits(found, gains, margin_share=self.calibration.margin, alpha=self.calibration.alpha)
+
+    def _assemble(
+        self, fit: CalibrationFit, measured: Sequence[LevelMismatch], runs: Sequence[Run], floor: Floor
+    ) -> Budget:
+        calibration = self.calibration
+        return Budget.checked(
+            name=resolve(calibration.budget, self.base).stem,
+            provenance="calibrated",
+            created=None,
+            student=self.subject.student,
+            teacher=self.subject.teacher,
+            environment=self.subject.environment,
+            method=BudgetMethod(
+                **calibration.method.model_dump(),
+                temperature=calibration.rollout.sampling.temperature,
+                max_completion_length=calibration.workload.max_completion_length,
+            ),
+            limits=limits_of(fit, calibration.metric),
+            floor=floor,
+            fit=Fitted(
+                metric=calibration.metric,
+                quality=calibration.quality,
+                margin_share=calibration.margin,
+                alpha=calibration.alpha,
+                **fit.model_dump(),
+            ),
+            evidence=[self._evidence(level, runs, one) for level, one in zip(self.levels, measured, strict=True)],
+        )
+
+    def _evidence(self, level: Level, runs: Sequence[Run], measured: LevelMismatch) -> Evidence:
+        outcomes = [run.outcome for run in runs if run.level == level.name]
+        accuracies = [outcome.final.accuracy for outcome in outcomes]
+        return Evidence(
+            level=level.name,
+            source=level.source,
+            rollout=level.rollout.model_dump(mode="json", exclude_defaults=True),
+            mismatch=measured.metrics,
+            seeds=self.calibration.seeds,
+            final_kl=[outcome.loss("final") for outcome in outcomes],
+            auc_kl=[outcome.loss("auc") for outcome in outcomes],
+            accuracy=None if None in accuracies else [float(value or 0) for value in accuracies],
+            k3_in_training=[outcome.k3_in_training for outcome in outcomes],
+        )
+
+
+def limits_of(fit: CalibrationFit, metric: str) -> Limits:
+    """The budget's limits: the total, and stricter ones for sources that take less."""
+    total = fit.total.limit
+    if total is None:
+        raise ValueError("a fit without a limit is no budget")
+    return Limits(total={metric: total})
+
+
+def runs_folder(calibration: Calibration, base: Path) -> Path:
+    """Where finished trainings are kept: the file's `runs`, else a folder of the cache."""
+    if calibration.runs is not None:
+        return resolve(calibration.runs, base)
+    return cache_dir() / "trainings" / resolve(calibration.budget, base).stem
+
+
+class _Clock:
+    """How long the remaining trainings will take, by those of this process."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self._seconds: list[float] = []
+
+    def trained(self, seconds: float) -> None:
+        self.done += 1
+        self._seconds.append(seconds)
+
+    def skipped(self) -> None:
+        self.done += 1
+
+    @property
+    def seconds_left(self) -> float | None:
+        if not self._seconds:
+            return None
+        return (self.total - self.done) * sum(self._seconds) / len(self._seconds)
+
+
+__all__ = ["Calibrator", "Plan", "calibrate", "limits_of", "plan", "runs_folder"]

@@ -1,0 +1,155 @@
+"""Student, teacher, prompts and judge of a calibration, loaded once and shared by all its trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcheck.calibrate.file import Evaluation, Method, Verifier
+from opdcheck.config import Candidate, Workload
+from opdcheck.progress import Progress
+from opdcheck.session import Session
+
+if TYPE_CHECKING:
+    from opdcheck.calibrate.quality import Evaluator
+    from opdcheck.calibrate.training import Setup
+    from opdcheck.calibrate.verifier import AnswerChecker
+    from opdcheck.models import CausalLM
+    from opdcheck.rollouts import Prompt
+
+
+class Laboratory:
+    """Opens what trainings need, when it is first needed.
+
+    Args:
+        candidate: unperturbed; names student, teacher, sampling and the prompts to train on.
+        base: folder that relative paths start from.
+        method: how the student is trained.
+        evaluation: None where nothing is evaluated (the steps that `admit` takes for a lag).
+        verifier: None: no accuracy, and no method `rl`.
+
+    Raises (when first used):
+        ConfigError: student and teacher do not share a vocabulary, or a prompt or answer is missing.
+    """
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        base: Path,
+        method: Method,
+        *,
+        evaluation: Evaluation | None,
+        verifier: Verifier | None,
+        progress: Progress,
+    ) -> None:
+        self._candidate = candidate
+        self._base = base
+        self._method = method
+        self._evaluation = evaluation
+        self._verifier = verifier
+        self._session = Session(candidate, base, progress=progress)
+        self._progress = progress
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """To train on, in file order."""
+        return self._session.prompts
+
+    @cached_property
+    def held_out(self) -> list[Prompt]:
+        """To judge on."""
+        from opdcheck.models import context_length
+        from opdcheck.workload import load_prompts
+
+        limit = context_length(self._candidate.student, self._base)
+        return load_prompts(self._held_out_workload, self._base, self._session.tokenizer, limit)
+
+    @property
+    def _held_out_workload(self) -> Workload:
+        if self._evaluation is None:
+            raise ValueError("no held-out prompts were named")
+        changes = {"prompts": self._evaluation.prompts, "num_prompts": self._evaluation.num_prompts}
+        return self._candidate.workload.model_copy(update=changes)
+
+    @cached_property
+    def teacher(self) -> CausalLM:
+        from opdcheck.calibrate.teacher import check_same_vocabulary
+        from opdcheck.models import load_causal_lm
+        from opdcheck.workload import load_tokenizer
+
+        student, ref = self._candidate.student, self._candidate.teacher
+        if ref is None:
+            raise ValueError("the candidate names no teacher")
+        self._progress.stage("loading the teacher")
+        teacher = load_causal_lm(ref, self._base, dtype=student.dtype, device=student.device)
+        check_same_vocabulary(
+            self._session.tokenizer,
+            load_tokenizer(ref, self._base),
+            self._session.trainer.vocab_size,
+            teacher.vocab_size,
+        )
+        return teacher
+
+    def new_student(self) -> CausalLM:
+        """A copy of the student's weights, to be trained."""
+        import copy
+
+        from opdcheck.models import CausalLM
+
+        return CausalLM(copy.deepcopy(self._session.trainer.model))
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What every training is given."""
+        from opdcheck.calibrate.training import Setup
+        from opdcheck.models import end_token_ids
+
+        return Setup(
+            new_student=self.new_student,
+            teacher=self.teacher,
+            method=self._method,
+            prompts=self.prompts,
+            evaluator=self._evaluator,
+            evaluate_every=0 if self._evaluation is None else self._evaluation.every,
+            eos_token_ids=end_token_ids(self._candidate.student, self._base),
+            base=self._base,
+            calibration_ids=self._session.calibration_ids,
+            checker=self._checker(self._candidate.workload),
+        )
+
+    @property
+    def _evaluator(self) -> Evaluator | None:
+        from opdcheck.calibrate.quality import Evaluator
+        from opdcheck.models import end_token_ids
+
+        if self._evaluation is None:
+            return None
+        return Evaluator(
+            self.teacher,
+            self.held_out,
+            sampling=self._candidate.rollout.sampling,
+            max_completion_length=self._candidate.workload.max_completion_length,
+            eos_token_ids=end_token_ids(self._candidate.student, self._base),
+            seed=self._evaluation.seed,
+            checker=self._checker(self._held_out_workload),
+        )
+
+    def _checker(self, workload: Workload) -> AnswerChecker | None:
+        from opdcheck.calibrate.verifier import AnswerChecker, load_answers
+
+        if self._verifier is None:
+            return None
+        answers = load_answers(workload.prompts, self._verifier.answer, self._base, workload.num_prompts)
+        return AnswerChecker(self._verifier, answers, self._session.tokenizer)
+
+    def content(self) -> Mapping[str, Any]:
+        """What a training depends on besides models, method and level: the prompts themselves, as token ids."""
+        return {
+            "prompts": [prompt.token_ids for prompt in self.prompts],
+            "held_out": [] if self._evaluation is None else [prompt.token_ids for prompt in self.held_out],
+        }
+
+
+__all__ = ["Laboratory"]
