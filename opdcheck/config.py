@@ -108,7 +108,11 @@ TOKENIZATION_ARGS = (
 )
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What a hub's model id looks like: `name` or `owner/name`."""
+
+VLLM_MIN_TEMPERATURE = 0.01
+"""`vllm.sampling_params._MAX_TEMP` of vLLM 0.32.0: lower temperatures are raised to it."""
 
 
 def _preset(name: str) -> str:
@@ -287,7 +291,7 @@ class Rollout(Section):
 
 
 class Workload(Section):
-    """The prompts that calibration rollouts start from."""
+    """The prompts that rollouts start from."""
 
     prompts: str
     """JSONL or Parquet file, relative to this file; one `prompt` (text) or `messages` (chat) per row."""
@@ -307,7 +311,7 @@ class Decision(Section):
     """How the verdict is reached."""
 
     metric: Metric | None = None
-    """Scale of the decision. Default: the one the budget limits (`tv` where it limits several)."""
+    """Scale that the report draws and splits. Default: the one the budget limits (`tv` where it limits several)."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Error level of the anytime-valid confidence sequence."""
     min_prompts: Annotated[int, Field(ge=2)] = 8
@@ -471,6 +475,7 @@ def _engine_problems(rollout: Rollout) -> Iterator[Problem]:
     if rollout.engine == "vllm":
         if rollout.noise and rollout.noise.logits:
             yield "rollout.noise.logits", "only `engine: transformers` can put noise on logits"
+        yield from _vllm_sampling_problems(rollout)
         return
     if rollout.simulate:
         yield (
@@ -481,6 +486,23 @@ def _engine_problems(rollout: Rollout) -> Iterator[Problem]:
         yield "rollout.logprobs", "only for `engine: vllm`; `engine: transformers` gives the whole distribution"
     if rollout.engine_args:
         yield "rollout.engine_args", "only for `engine: vllm`, whose arguments these are"
+
+
+def _vllm_sampling_problems(rollout: Rollout) -> Iterator[Problem]:
+    """Where vLLM would quietly sample from another distribution than the trainer is scored under, or hide it."""
+    sampling = rollout.sampling
+    if sampling.temperature < VLLM_MIN_TEMPERATURE:
+        yield (
+            "rollout.sampling.temperature",
+            f"expected at least {VLLM_MIN_TEMPERATURE} for `engine: vllm`, found {sampling.temperature:g}, "
+            f"which vLLM would raise to {VLLM_MIN_TEMPERATURE} without an error",
+        )
+    if sampling.top_k > rollout.logprobs:
+        yield (
+            "rollout.sampling.top_k",
+            f"expected at most rollout.logprobs ({rollout.logprobs}), found {sampling.top_k}: the tokens that can be "
+            f"sampled must be visible; raise `rollout.logprobs` to {sampling.top_k}",
+        )
 
 
 def _engine_args_problems(rollout: Rollout) -> Iterator[Problem]:
@@ -521,7 +543,7 @@ def model_problems(key: str, name: str, model: ModelRef | None, base: Path) -> I
         yield f"{key}.{name}", error.message
         return
     if not local:
-        if not _HUB_ID.fullmatch(model.path):
+        if not HUB_ID.fullmatch(model.path):
             yield f"{key}.{name}", f"no such folder, and no hub id (`owner/name`) either: {model.path}"
     elif not folder.exists():
         yield f"{key}.{name}", f"no such folder: {folder}"

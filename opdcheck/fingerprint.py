@@ -17,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 from filelock import FileLock
 
-from opdcheck.config import Model, ModelRef, resolve
+from opdcheck.config import HUB_ID, Model, ModelRef, resolve
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.files import cache_dir, write_atomically
 
@@ -42,8 +42,6 @@ TOKENIZER_FILES = (
 
 # Written into tokenizer_config.json by whoever saved it; they say where from, not how it tokenizes.
 _TOKENIZER_CONFIG_NOISE = ("chat_template", "is_local", "local_files_only", "name_or_path", "transformers_version")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class ModelFingerprint(Model):
@@ -112,7 +110,7 @@ def model_folder(model: ModelRef, base: Path) -> Path:
         return folder
     if folder.is_file():
         raise ConfigError(f"{model.path} is a file; a model is a folder with config.json and safetensors weights")
-    if not _HUB_ID.fullmatch(model.path):
+    if not HUB_ID.fullmatch(model.path):
         raise ConfigError(f"no such model folder: {folder}", hint="Relative paths start from the file that names them.")
     return _snapshot(model.path, model.revision)
 

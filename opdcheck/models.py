@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from opdcheck.config import DType, ModelRef, resolve
+from opdcheck.config import HUB_ID, DType, ModelRef, resolve
 from opdcheck.errors import ConfigError, EngineError, OpdcheckError
 from opdcheck.fingerprint import model_folder
 from opdcheck.sampling import normal_noise, state_keys
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _CHECKED_TOKENS = 8
@@ -329,7 +328,7 @@ def source_folder(ref: ModelRef, base: Path) -> str:
         return str(folder)
     if folder.exists():
         raise ConfigError(f"{folder} is a file, not a model folder", hint="Name the folder that holds config.json.")
-    if _HUB_ID.fullmatch(ref.path):
+    if HUB_ID.fullmatch(ref.path):
         return str(model_folder(ref, base))
     raise ConfigError(
         f"there is no model folder {folder}",

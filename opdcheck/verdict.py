@@ -5,7 +5,11 @@ otherwise any `inconclusive` leaves it undecided; only when nothing stands again
 
 What a confidence sequence cannot see keeps a candidate from being admitted without rejecting it: parts of the candidate
 that were not applied in the measurement (the numbers are then about something else), limits that were not measured, a
-value that is only a lower bound, a mean that is above the limit once clipping is undone.
+bound that holds for certain and lies above the limit, a mean that is above the limit once clipping is undone.
+
+Several limits. Each limited mean has a gate of its own at level alpha, and the candidate is admitted only if every gate
+admits. That is an intersection-union test: to admit wrongly, the gate of a limit that is exceeded must err, so the
+error level alpha holds without a correction for their number.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from opdcheck.config import Decision, Metric, Model
 from opdcheck.errors import BudgetInvalidError, ExitCode
 from opdcheck.fingerprint import shorten
 from opdcheck.measurement import Estimator, Measurement, SourceName
-from opdcheck.stats.gate import Gate
+from opdcheck.stats.gate import MAX_CLIPPED_SHARE, Gate
 from opdcheck.units import number, percent, plural, quantity
 
 Outcome = Literal["admit", "reject", "inconclusive"]
@@ -40,7 +44,7 @@ class Reason(Model):
     """One sentence of a verdict and what follows from it."""
 
     code: str
-    """Stable name: total, source, source_unmeasured, tail, non_finite, clipped, not_applied, simulated, ..."""
+    """Stable name: total, heavy_tailed, other_total, source, source_unmeasured, tail, non_finite, clipped, ..."""
     text: str
     value: float | None = None
     limit: float | None = None
@@ -109,6 +113,16 @@ def target(budget: Budget, decision: Decision) -> Target:
     return Target(metric, limits[metric])
 
 
+def targets(budget: Budget, decision: Decision) -> list[Target]:
+    """Every limited total, each to be decided by a gate of its own; the decision metric first.
+
+    Raises:
+        BudgetInvalidError: as `target`.
+    """
+    aim = target(budget, decision)
+    return [aim, *(Target(metric, limit) for metric, limit in budget.limits.total.items() if metric != aim.metric)]
+
+
 def new_gate(aim: Target, decision: Decision) -> Gate:
     """An empty gate for the target. Total variation cannot exceed 1, which makes its interval narrower."""
     return Gate(
@@ -148,7 +162,7 @@ def reach(
         *_not_applied(measurement),
         *_lower_bound(measurement, aim),
         *_clipped(gate, aim, mean),
-        *_other_totals(measurement, budget, aim),
+        *_other_totals(measurement, budget, decision),
         *_tails(measurement, budget),
         *_sources(measurement, budget, aim, decision),
         *_unmeasured_limits(budget),
@@ -191,22 +205,42 @@ def _outcome(reasons: Sequence[Reason]) -> Outcome:
 
 
 def _total(gate: Gate, aim: Target, mean: float, decision: Decision) -> Iterator[Reason]:
+    effect, finding = _finding(gate, aim, mean, decision)
+    code = "heavy_tailed" if effect == "inconclusive" and _held_up_by_clipping(gate, mean) else "total"
+    text = f"{_measured(gate, aim, mean, decision)}{finding}"
+    yield Reason(code=code, text=text, value=mean, limit=aim.limit, effect=effect)
+
+
+def _measured(gate: Gate, aim: Target, mean: float, decision: Decision) -> str:
+    return f"{aim.metric} {quantity(aim.metric, mean)} ({_interval(gate, decision.alpha)})"
+
+
+def _finding(gate: Gate, aim: Target, mean: float, decision: Decision) -> tuple[Effect, str]:
+    """What a gate says about its limit, and the end of the sentence that says so."""
+    limit = number(aim.limit)
     lower, upper = gate.interval
-    effect: Effect = "inconclusive"
     if gate.state == "reject":
-        effect, finding = "reject", f" is above the limit {number(aim.limit)}"
-    elif gate.state == "admit" and mean <= aim.limit:
-        effect, finding = "pass", f" is within the limit {number(aim.limit)}"
-    elif gate.prompts < decision.min_prompts:
-        finding = f": {plural(gate.prompts, 'prompt')} of the {decision.min_prompts} needed for any verdict"
-    elif lower <= aim.limit <= upper:
-        finding = f": the limit {number(aim.limit)} lies inside the interval after {plural(gate.prompts, 'prompt')}"
-    else:
-        finding = (
-            f": mean and interval lie on different sides of the limit {number(aim.limit)}, as prompts were clipped"
+        return "reject", f" is above the limit {limit}"
+    if gate.state == "admit" and mean <= aim.limit:
+        return "pass", f" is within the limit {limit}"
+    if gate.prompts < decision.min_prompts:
+        needed = f"of the {decision.min_prompts} needed for any verdict"
+        return "inconclusive", f": {plural(gate.prompts, 'prompt')} {needed}"
+    if _held_up_by_clipping(gate, mean):
+        return "inconclusive", (
+            f": mean and interval lie below the limit {limit}, but {gate.clipped} of {plural(gate.prompts, 'prompt')} "
+            f"lie above {number(CLIP_MULTIPLE)} times the limit, and with more than {percent(MAX_CLIPPED_SHARE)} of "
+            "such prompts the interval says too little about the mean"
         )
-    text = f"{aim.metric} {quantity(aim.metric, mean)} ({_interval(gate, decision.alpha)}){finding}"
-    yield Reason(code="total", text=text, value=mean, limit=aim.limit, effect=effect)
+    if lower <= aim.limit <= upper:
+        return "inconclusive", f": the limit {limit} lies inside the interval after {plural(gate.prompts, 'prompt')}"
+    return "inconclusive", f": mean and interval lie on different sides of the limit {limit}, as prompts were clipped"
+
+
+def _held_up_by_clipping(gate: Gate, mean: float) -> bool:
+    """Whether nothing but too many clipped prompts keeps the gate from admitting."""
+    within = gate.interval[1] <= gate.limit and mean <= gate.limit
+    return within and gate.state == "undecided" and gate.prompts >= gate.min_prompts and gate.heavy_tailed
 
 
 def _interval(gate: Gate, alpha: float) -> str:
@@ -234,23 +268,15 @@ def _not_applied(measurement: Measurement) -> Iterator[Reason]:
 
 
 def _lower_bound(measurement: Measurement, aim: Target) -> Iterator[Reason]:
-    """A lower bound alone never admits, and a value below what holds for certain does not either."""
+    """An estimate below what holds for certain does not admit.
+
+    No estimator gives a mere lower bound as the mean: `topk` is unbiased even where no sampled token fell outside the
+    engine's top tokens and the estimate happens to equal the bound. So the bound itself is all there is to check.
+    """
     summary = measurement.metrics[aim.metric]
-    if summary.estimator != "topk" or summary.lower is None:
-        return
-    if summary.lower > aim.limit:
+    if summary.estimator == "topk" and summary.lower is not None and summary.lower > aim.limit:
         text = f"{aim.metric} is at least {number(summary.lower)} by the engine's top tokens alone, above the limit"
         yield Reason(code="lower_bound", text=text, value=summary.lower, limit=aim.limit, effect="inconclusive")
-    elif math.isclose(summary.mean, summary.lower, rel_tol=1e-9) and not _at_most(summary.upper, aim.limit):
-        most = "any value" if summary.upper is None else number(summary.upper)
-        text = (
-            f"{aim.metric} {number(summary.mean)} is only a lower bound: what the engine hides could raise it to {most}"
-        )
-        yield Reason(code="lower_bound", text=text, value=summary.upper, limit=aim.limit, effect="inconclusive")
-
-
-def _at_most(value: float | None, limit: float) -> bool:
-    return value is not None and value <= limit
 
 
 def _clipped(gate: Gate, aim: Target, mean: float) -> Iterator[Reason]:
@@ -266,26 +292,20 @@ def _clipped(gate: Gate, aim: Target, mean: float) -> Iterator[Reason]:
         yield Reason(code="clipped", text=text, value=mean, limit=aim.limit, effect="inconclusive")
 
 
-def _other_totals(measurement: Measurement, budget: Budget, aim: Target) -> Iterator[Reason]:
-    """One metric decides. A budget that limits others too is not overrun silently."""
-    for metric, limit in budget.limits.total.items():
-        if metric == aim.metric:
-            continue
-        values = measurement.prompt_values.get(metric)
+def _other_totals(measurement: Measurement, budget: Budget, decision: Decision) -> Iterator[Reason]:
+    """The limited totals besides the decision metric, each through a gate of its own."""
+    for aim in targets(budget, decision)[1:]:
+        values = measurement.prompt_values.get(aim.metric)
         if not values:
-            text = f"{metric}: the budget limits it, and it was not measured"
-            yield Reason(code="other_total", text=text, limit=limit, effect="inconclusive")
+            text = f"{aim.metric}: the budget limits it, and it was not measured"
+            yield Reason(code="other_total", text=text, limit=aim.limit, effect="inconclusive")
             continue
+        gate = new_gate(aim, decision)
+        gate.update(values)
         mean = _mean(values)
-        if mean <= limit:
-            text = f"{metric} {quantity(metric, mean)} is within its limit {number(limit)}, by its mean"
-            yield Reason(code="other_total", text=text, value=mean, limit=limit, effect="pass")
-        else:
-            text = (
-                f"{metric} {quantity(metric, mean)} is above its limit {number(limit)}, though {aim.metric} decides; "
-                f"`decision.metric: {metric}` gives a verdict on it"
-            )
-            yield Reason(code="other_total", text=text, value=mean, limit=limit, effect="inconclusive")
+        effect, finding = _finding(gate, aim, mean, decision)
+        text = f"{_measured(gate, aim, mean, decision)}{finding}"
+        yield Reason(code="other_total", text=text, value=mean, limit=aim.limit, effect=effect)
 
 
 def _tails(measurement: Measurement, budget: Budget) -> Iterator[Reason]:

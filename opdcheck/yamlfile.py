@@ -103,11 +103,6 @@ def load_located(path: Path, model: type[T]) -> Located[T]:
     return Located(value, path, tree)
 
 
-def key_error(document: Located[Any], key: str | Key, message: str, *, hint: str | None = None) -> ConfigError:
-    """A `ConfigError` that points at one key of a loaded file: `FILE:LINE: key: message`."""
-    return document.error(key, message, hint=hint)
-
-
 def dump(model: BaseModel, *, skip_defaults: bool = False) -> str:
     """A model as YAML that `load` reads back: block style, fields in their order, floats to the last digit.
 

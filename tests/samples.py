@@ -39,6 +39,7 @@ class NormalGate:
     def __init__(self, limit: float, *, min_prompts: int, **_: Any) -> None:
         self.limit, self.min_prompts, self.values = limit, min_prompts, list[float]()
         self.clipped = 0
+        self.heavy_tailed = False
 
     def update(self, values: Sequence[float]) -> str:
         self.values += values

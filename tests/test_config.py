@@ -340,3 +340,24 @@ def test_every_field_of_the_candidate_is_frozen(loaded):
     candidate: Candidate = loaded(HEAD + "rollout: {}\n").value
     with pytest.raises(ValidationError):
         candidate.budget = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ("sampling: {temperature: 0.009}", "rollout.sampling.temperature: expected at least 0.01 for `engine: vllm`"),
+        ("sampling: {temperature: 0.000001}", "rollout.sampling.temperature: expected at least 0.01"),
+        ("sampling: {top_k: 21}", "rollout.sampling.top_k: expected at most rollout.logprobs (20), found 21"),
+        ("sampling: {top_k: 9}\n  logprobs: 8", "raise `rollout.logprobs` to 9"),
+    ],
+)
+def test_sampling_that_vllm_would_change_or_hide(loaded, complaint, rollout, message):
+    text = f"{HEAD}rollout:\n  {rollout}\n"
+    assert message in complaint(text)
+    assert complaint(text).startswith("c.yaml:4: rollout.sampling.")
+    loaded(text.replace("rollout:\n", "rollout:\n  engine: transformers\n").replace("\n  logprobs: 8", ""))
+
+
+@pytest.mark.parametrize("rollout", ["sampling: {temperature: 0.01}", "sampling: {top_k: 20}", "sampling: {top_k: 0}"])
+def test_sampling_that_vllm_takes_as_it_is(loaded, rollout):
+    loaded(f"{HEAD}rollout:\n  {rollout}\n")

@@ -100,13 +100,10 @@ class TestGuards:
         assert found.decision == "admit"
         assert "simulated" in codes(found, "note")
 
-    @pytest.mark.parametrize(
-        ("upper", "decision"),
-        [(0.02, "inconclusive"), (0.016, "inconclusive"), (0.01, "admit"), (0.0017, "admit"), (None, "inconclusive")],
-    )
-    def test_a_lower_bound_alone_never_admits(self, upper, decision):
+    @pytest.mark.parametrize("upper", [0.02, 0.0017, None])
+    def test_an_unbiased_estimate_that_equals_its_lower_bound_is_no_lower_bound(self, upper):
         k3 = summary(0.0017, lower=0.0017, upper=upper, estimator="topk")
-        assert verdict(GOOD.model_copy(update={"metrics": {**GOOD.metrics, "k3": k3}})).decision == decision
+        assert verdict(GOOD.model_copy(update={"metrics": {**GOOD.metrics, "k3": k3}})).decision == "admit"
 
     def test_certain_bound_above_the_limit_does_not_admit(self):
         k3 = summary(0.0017, lower=0.016, upper=None, estimator="topk")
@@ -153,6 +150,25 @@ class TestGuards:
         k3 = GOOD.metrics["k3"].model_copy(update={"max": math.nan})
         measured = GOOD.model_copy(update={"metrics": {**GOOD.metrics, "k3": k3}})
         assert verdict(measured, limits(tails={"k3": {"max": 1e9}})).decision == "reject"
+
+    def test_too_many_clipped_prompts_are_named_as_the_reason(self):
+        values = [0.0001] * 256
+        values[::60] = [0.08] * 5  # 2 % above 5 limits; mean and interval far below the limit
+        found = verdict(GOOD.model_copy(update={"prompt_values": {**GOOD.prompt_values, "k3": values}}))
+        assert (found.decision, codes(found, "inconclusive")) == ("inconclusive", ["heavy_tailed"])
+        assert found.interval[1] < found.limit
+        assert (
+            "mean and interval lie below the limit 0.015, but 5 of 256 prompts lie above 5 times the limit, "
+            "and with more than 1 % of such prompts" in found.against[0].text
+        )
+
+    @pytest.mark.parametrize(("limit", "decision"), [(0.015, "admit"), (0.0018, "inconclusive"), (0.0005, "reject")])
+    def test_every_limited_total_is_decided_by_a_gate_of_its_own(self, limit, decision):
+        """0.0018 is above the mean 0.0017: a point estimate would admit."""
+        found = verdict(GOOD, budget(limits={"total": {"k3": limit, "tv": 0.05}}, floor=None))
+        assert (found.metric, found.decision) == ("tv", decision)
+        (other,) = [reason for reason in found.reasons if reason.code == "other_total"]
+        assert "k3 0.0017 nats/token (95 % interval" in other.text
 
     def test_another_limited_metric_is_not_overrun(self):
         found = verdict(GOOD, budget(limits={"total": {"k3": 0.0015, "tv": 0.05}}))

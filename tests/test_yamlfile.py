@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from opdcheck.config import Candidate
 from opdcheck.errors import ConfigError
-from opdcheck.yamlfile import MAX_BYTES, as_key, dump, key_error, load, load_located, show_key
+from opdcheck.yamlfile import MAX_BYTES, as_key, dump, load, load_located, show_key
 
 
 class Limit(BaseModel):
@@ -180,7 +180,7 @@ def test_an_error_found_later_points_at_its_key_or_flag(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("name: a\nlimit:\n  total: 1\n")
     found = load_located(path, File)
-    error = key_error(found, "limit.total", "too small", hint="Try 2.")
+    error = found.error("limit.total", "too small", hint="Try 2.")
     assert (error.message, error.hint) == (f"{path}:3: limit.total: too small", "Try 2.")
     flagged = found.replace(found.value, {"limit": "--limit"})
     assert flagged.error("limit.total", "too small").message == "--limit: too small"

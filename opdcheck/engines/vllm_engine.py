@@ -91,10 +91,6 @@ class VllmEngine:
         """Such as `vllm 0.32.0 (cpu)`."""
         return f"vllm {self.facts.version} ({self.facts.platform})"
 
-    def live_facts(self) -> dict[str, Any]:
-        """`VllmFacts` as plain values, for reports."""
-        return dict(vars(self.facts))
-
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One rollout per request, in the order of the requests.
 
@@ -419,8 +415,18 @@ def _all_provenance(llm: Any, facts: VllmFacts, given: Sequence[Provenance]) -> 
     """What the caller says of the checkpoint, with what the engine knows of its own kernels in its place."""
     config = llm.llm_engine.vllm_config
     own = [*_quantized_parts(config.model_config, facts.platform == "cpu"), _kv_cache_part(config.cache_config, facts)]
-    parts = {part.part for part in own}
-    return [part for part in given if part.part not in parts] + own
+    return _merged(given, own)
+
+
+def _merged(given: Sequence[Provenance], own: Sequence[Provenance]) -> list[Provenance]:
+    """One account per part: the engine's own, except of what the caller has left out.
+
+    vLLM runs the checkpoint that it is given and cannot know what was asked for and is missing from it.
+    """
+    left_out = {part.part for part in given if part.how == "not applied"}
+    own = [part for part in own if part.part not in left_out]
+    told = {part.part for part in own}
+    return [part for part in given if part.part not in told] + own
 
 
 def _kv_cache_part(cache_config: Any, facts: VllmFacts) -> Provenance:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
+from opdcheck.config import Metric
 from opdcheck.measurement import Estimator, MetricSummary, PositionBin
 from opdcheck.mismatch import metrics
 from opdcheck.mismatch.tokens import Floats, TokenMismatch
 
-DECISION_METRICS = ("tv", "kl", "k3", "abs_dlogp")
+DECISION_METRICS: tuple[Metric, ...] = get_args(Metric)
 """Metrics that can decide; their per-prompt means are kept."""
 
 _FROM_BEST_TO_WORST: tuple[Estimator, ...] = ("exact", "topk", "sampled")
@@ -60,19 +62,36 @@ def summarize(by_prompt: Sequence[Sequence[TokenMismatch]], position_bins: int =
     _check(by_prompt, position_bins)
     completions = [completion for prompt in by_prompt for completion in prompt]
     table = _token_table(completions)
-    tokens_per_prompt = [sum(map(len, prompt)) for prompt in by_prompt]
-    starts = np.cumsum([0, *tokens_per_prompt[:-1]])
-    prompt_means = {name: np.add.reduceat(values, starts) / tokens_per_prompt for name, values in table.items()}
+    means = {name: _over_prompts(values, by_prompt) for name, values in table.items()}
     positions = np.concatenate([np.arange(len(completion)) for completion in completions])
     return Summary(
-        metrics=_metric_summaries(table, prompt_means, _worst_estimator(completions)),
+        metrics=_metric_summaries(table, means, _worst_estimator(completions)),
         chi2_token=metrics.chi2_token(table["logq"], table["logp"]),
         ess=metrics.ess(table["logq"], table["logp"]),
-        prompt_values={name: prompt_means[name].tolist() for name in DECISION_METRICS},
+        prompt_values={name: means[name].tolist() for name in DECISION_METRICS},
         by_position=_by_position(positions, table["tv"], table["kl"], position_bins),
         position_trend=_position_trend(positions, table["tv"]),
         non_finite_tokens=_count_non_finite(table),
     )
+
+
+def prompt_means(by_prompt: Sequence[Sequence[TokenMismatch]], metric: Metric) -> list[float]:
+    """`summarize(by_prompt).prompt_values[metric]` to the last digit, without all the rest.
+
+    Raises:
+        ValueError: as `summarize`.
+    """
+    _check(by_prompt, position_bins=1)
+    completions = [completion for prompt in by_prompt for completion in prompt]
+    means: list[float] = _over_prompts(_token_values(completions, metric), by_prompt).tolist()
+    return means
+
+
+def _over_prompts(values: Floats, by_prompt: Sequence[Sequence[TokenMismatch]]) -> Floats:
+    """Means over all tokens of each prompt. [all tokens] -> [prompts]"""
+    tokens = [sum(map(len, prompt)) for prompt in by_prompt]
+    means: Floats = np.add.reduceat(values, np.cumsum([0, *tokens[:-1]])) / tokens
+    return means
 
 
 def _check(by_prompt: Sequence[Sequence[TokenMismatch]], position_bins: int) -> None:
@@ -95,13 +114,14 @@ def _worst_estimator(completions: Sequence[TokenMismatch]) -> Estimator:
 def _token_table(completions: Sequence[TokenMismatch]) -> dict[str, Floats]:
     """Every per-token quantity, completions one after another: name -> float64 [all tokens]."""
     fields = ("logq", "logp", "tv", "tv_lower", "tv_upper", "kl", "kl_lower", "argmax_flip")
-    table: dict[str, Floats] = {
-        name: np.concatenate([np.asarray(getattr(completion, name), np.float64) for completion in completions])
-        for name in fields
-    }
-    for name, metric in _OF_SAMPLED_TOKENS.items():
-        table[name] = metric(table["logq"], table["logp"])
-    return table
+    return {name: _token_values(completions, name) for name in (*fields, *_OF_SAMPLED_TOKENS)}
+
+
+def _token_values(completions: Sequence[TokenMismatch], name: str) -> Floats:
+    """One per-token quantity, completions one after another: float64 [all tokens]."""
+    if name in _OF_SAMPLED_TOKENS:
+        return _OF_SAMPLED_TOKENS[name](_token_values(completions, "logq"), _token_values(completions, "logp"))
+    return np.concatenate([np.asarray(getattr(completion, name), np.float64) for completion in completions])
 
 
 def _metric_summaries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
@@ -53,6 +54,7 @@ def _check_patterns(config: QuantizationConfig, model: torch.nn.Module) -> None:
     targets = [target for scheme in config.config_groups.values() for target in scheme.targets]
     for role, patterns in (("target", targets), ("ignore", config.ignore or [])):
         for pattern in patterns:
+            _check_pattern(role, pattern)
             if role == "ignore" and pattern in DEFAULT_IGNORE:
                 continue  # the default, which a model with another head name need not have
             if not any(is_match(name, module, pattern) for name, module in model.named_modules()):
@@ -60,6 +62,15 @@ def _check_patterns(config: QuantizationConfig, model: torch.nn.Module) -> None:
                     f"{role} pattern {pattern!r} matches no module; expected a module name, a class such as `Linear`, "
                     f"or a `re:` pattern. This model has, for instance, {_example_names(model)}"
                 )
+
+
+def _check_pattern(role: str, pattern: str) -> None:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(f"{role} pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def _example_names(model: torch.nn.Module) -> str:

@@ -12,7 +12,6 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from torch.utils.hooks import RemovableHandle
 
-from opdcheck.perturb.fit import check_fits
 from opdcheck.perturb.qparams import (
     QParams,
     RangeObserver,
@@ -153,7 +152,6 @@ __all__ = [
     "attach_activations",
     "calibrate_activations",
     "calibration_pass",
-    "check_fits",
     "fake_quantize_activations",
     "fake_quantize_weights",
     "quantizes_activations",

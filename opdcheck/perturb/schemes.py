@@ -56,18 +56,6 @@ def schemes_by_module(model: torch.nn.Module, config: QuantizationConfig) -> dic
     }
 
 
-def kept_parts(config: QuantizationConfig, *, weights: bool, activations: bool) -> QuantizationConfig:
-    """A copy of the configuration that quantizes only weights, or only activations."""
-    config = deepcopy(config)
-    for scheme in config.config_groups.values():
-        if not weights:
-            scheme.weights = None
-        if not activations:
-            scheme.input_activations = None
-            scheme.output_activations = None
-    return config
-
-
 def quantizes_weights(config: QuantizationConfig) -> bool:
     """Whether any scheme of the configuration rounds weights."""
     return any(scheme.weights is not None for scheme in config.config_groups.values())
@@ -136,20 +124,37 @@ def _from_full_config(spec: dict[str, Any]) -> QuantizationConfig:
     if method != "compressed-tensors":
         raise ValueError(f"quant_method {method!r}: only compressed-tensors configurations can be applied")
     try:
-        return QuantizationConfig.model_validate({"ignore": DEFAULT_IGNORE, **deepcopy(spec)})
+        config = QuantizationConfig.model_validate({"ignore": DEFAULT_IGNORE, **deepcopy(spec)})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"compressed-tensors refuses it: {where}: {first['msg']}") from error
     except (KeyError, NotImplementedError, TypeError) as error:
         raise ValueError(f"compressed-tensors refuses it: {error.args[0]}") from error
+    _check_groups(config)
+    return config
+
+
+def _check_groups(config: QuantizationConfig) -> None:
+    """What the library takes, and then divides by zero on or silently leaves as it is."""
+    for group, scheme in config.config_groups.items():
+        sides = {side: getattr(scheme, side) for side in ("weights", "input_activations", "output_activations")}
+        if not any(sides.values()):
+            raise ValueError(f"config_groups.{group} quantizes nothing: it has neither weights nor activations")
+        for side, args in sides.items():
+            _check_bits(f"config_groups.{group}.{side}", args)
+    _check_bits("kv_cache_scheme", config.kv_cache_scheme)
+
+
+def _check_bits(where: str, args: QuantizationArgs | None) -> None:
+    if args is not None and args.num_bits < 2:
+        raise ValueError(f"{where}.num_bits: expected at least 2, found {args.num_bits}")
 
 
 __all__ = [
     "DEFAULT_IGNORE",
     "fixed_group_size",
     "has_groups",
-    "kept_parts",
     "quantizes_activations",
     "quantizes_weights",
     "schemes_by_module",

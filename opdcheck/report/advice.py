@@ -86,8 +86,17 @@ def _after_inconclusive(report: Report) -> list[str]:
         steps.append("Run again with `--sources`; per-source limits must be on the decision metric.")
     if codes & {"layer_unmeasured", "prefix_shift_unmeasured"}:
         steps.append("Use a budget without limits that cannot be measured yet.")
-    if "other_total" in codes:
-        steps.append("Decide on the metric whose limit is exceeded: `decision.metric`.")
+    if "heavy_tailed" in codes:
+        steps.append(
+            "Look at the prompts with the largest mean in the JSON report: they alone keep the candidate out. More "
+            "prompts (`workload.num_prompts` and `decision.max_prompts`) decide if such prompts are rarer than 1 %; "
+            "`limits.tails` in the budget says how far off single tokens may be."
+        )
+    if "other_total" in codes and "total" not in codes:
+        steps.append(
+            "Measure more prompts (`workload.num_prompts` and `decision.max_prompts`): every limited metric must be "
+            "admitted by its own interval. `decision.metric` chooses the one that is drawn and advised on."
+        )
     if "source" in codes:
         steps.append("More prompts decide about the source whose interval still contains its limit.")
     return steps

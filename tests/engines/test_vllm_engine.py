@@ -11,7 +11,7 @@ import torch
 from opdcheck.config import Sampling
 from opdcheck.engines import vllm_support
 from opdcheck.engines.base import Provenance, RolloutEngine
-from opdcheck.engines.vllm_engine import VllmEngine, check_engine_args, check_runnable, open_vllm, require
+from opdcheck.engines.vllm_engine import VllmEngine, _merged, check_engine_args, check_runnable, open_vllm, require
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.rollouts import Prompt, Rollout, RolloutRequest
 
@@ -85,6 +85,17 @@ def engine(tiny_student: Path):
     running = start(tiny_student, dtype="float32")
     yield running
     running.close()
+
+
+def test_what_was_left_out_survives_vllms_own_account() -> None:
+    """vLLM reports the KV cache of the checkpoint that it runs; that a scheme is missing from it, it cannot know."""
+    given = [
+        Provenance("weights", "simulated", "rounded"),
+        Provenance("kv_cache", "not applied", "kv_cache_scheme"),
+        Provenance("activations", "not applied", "only weights are simulated"),
+    ]
+    own = [Provenance("kv_cache", "real", "bfloat16"), Provenance("weights", "real", "int4")]
+    assert _merged(given, own) == [given[1], given[2], own[1]]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +193,7 @@ class TestRollouts:
         assert engine.generate([]) == []
 
     def test_live_facts(self, engine: VllmEngine) -> None:
-        facts = engine.live_facts()
+        facts = vars(engine.facts)
         assert facts["version"].startswith("0.32")
         assert facts["kv_cache_size_tokens"] > 0
         assert facts["logprobs_mode"] == "raw_logprobs"

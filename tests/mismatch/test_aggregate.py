@@ -5,13 +5,15 @@ import json
 import math
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
 import reference
 import scipy.stats
 
-from opdcheck.mismatch.aggregate import summarize
+from opdcheck.config import Metric
+from opdcheck.mismatch.aggregate import DECISION_METRICS, prompt_means, summarize
 from opdcheck.mismatch.sampled import sampled_mismatch
 from opdcheck.mismatch.tokens import TokenMismatch
 
@@ -177,3 +179,12 @@ def test_no_torch_without_the_exact_estimator():
     modules = ("mismatch.aggregate", "mismatch.topk", "mismatch.sampled", "mismatch.metrics", "stats.gate")
     code = f"import sys, {', '.join('opdcheck.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("metric", DECISION_METRICS)
+def test_the_means_of_one_metric_are_those_of_the_summary(by_prompt, metric):
+    assert prompt_means(by_prompt, metric) == summarize(by_prompt).prompt_values[metric]
+
+
+def test_what_can_decide_is_what_a_file_can_name():
+    assert get_args(Metric) == DECISION_METRICS

@@ -9,8 +9,8 @@ from inline_snapshot import snapshot
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from opdcheck.config import Quantization
-from opdcheck.perturb.fit import dividing_group_size
-from opdcheck.perturb.quantization import check_fits, to_quantization_config
+from opdcheck.perturb.fit import check_fits, dividing_group_size
+from opdcheck.perturb.quantization import to_quantization_config
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,25 @@ def test_unknown_and_malformed_schemes() -> None:
         to_quantization_config({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": "x"}}}})
     with pytest.raises(ValueError, match="gptq"):
         to_quantization_config({"quant_method": "gptq", "config_groups": {"W8A8": ["Linear"]}})
+
+
+@pytest.mark.parametrize("role", ["targets", "ignore"])
+def test_an_invalid_regular_expression_is_named(smollm_shapes: Any, role: str) -> None:
+    spec = Quantization.model_validate({"scheme": "W8A8", role: ["re:("]})
+    assert "pattern 're:(' is not a regular expression" in message(spec, smollm_shapes)
+
+
+@pytest.mark.parametrize(
+    ("group", "problem"),
+    [
+        ({"weights": {"num_bits": 1}}, r"config_groups\.g\.weights\.num_bits: expected at least 2, found 1"),
+        ({"input_activations": {"num_bits": 0}}, r"input_activations\.num_bits: expected at least 2, found 0"),
+        ({}, r"config_groups\.g quantizes nothing"),
+    ],
+)
+def test_groups_that_cannot_be_meant(group: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        to_quantization_config({"config_groups": {"g": {"targets": ["Linear"], **group}}})
 
 
 def test_full_config_with_a_preset_group_and_kv_scheme(smollm_shapes: Any) -> None:

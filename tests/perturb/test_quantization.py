@@ -12,11 +12,11 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from transformers import AutoModelForCausalLM
 
 from opdcheck.config import Quantization
+from opdcheck.perturb.fit import check_fits
 from opdcheck.perturb.qparams import round_activations
 from opdcheck.perturb.quantization import (
     calibrate_activations,
     calibration_pass,
-    check_fits,
     fake_quantize_activations,
     fake_quantize_weights,
     to_quantization_config,
