@@ -48,3 +48,9 @@ class EngineError(OpdcheckError):
     """The engine or the model failed."""
 
     exit_code = ExitCode.FAILED
+
+
+def one_line(error: BaseException, width: int = 300) -> str:
+    """What an exception says, on one line and cut when long; its class where it says nothing."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= width else f"{line[: width - 3]}..."

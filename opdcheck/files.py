@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import platform
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -37,3 +42,47 @@ def cache_dir() -> Path:
     """`$OPDCHECK_CACHE`, else the platform's user cache folder for opdcheck."""
     chosen = os.environ.get("OPDCHECK_CACHE")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("opdcheck", appauthor=False))
+
+
+def prune(folder: Path, pattern: str, max_bytes: int) -> None:
+    """Removes the files of a cache folder that were used longest ago, so that the rest stays within `max_bytes`.
+
+    Raises:
+        OSError: the folder cannot be read, or a file vanished meanwhile; what is left goes the next time.
+    """
+    files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in folder.glob(pattern)), reverse=True)
+    total = 0
+    for _, size, file in files:
+        total += size
+        if total > max_bytes:
+            file.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder in the cache until the block ends. Those that killed processes left there are removed.
+
+    Their names say whose they are: machine and process id, since a cache may be shared by machines.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    parent = cache_dir() / "tmp"
+    parent.mkdir(parents=True, exist_ok=True)
+    ours = f"{platform.node().replace('.', '-')}."
+    for left in parent.glob(f"{glob.escape(ours)}*"):
+        owner = left.name.removeprefix(ours).partition(".")[0]
+        if owner.isdecimal() and not _is_running(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f"{ours}{os.getpid()}.") as name:
+        yield Path(name)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True

@@ -18,7 +18,7 @@ from blake3 import blake3
 from filelock import FileLock
 
 from opdcheck.config import HUB_ID, Model, ModelRef, resolve
-from opdcheck.errors import ConfigError, EngineError
+from opdcheck.errors import ConfigError, EngineError, one_line
 from opdcheck.files import cache_dir, write_atomically
 
 PREFIX = "blake3:"
@@ -126,11 +126,28 @@ def _snapshot(repo: str, revision: str | None) -> Path:
     }
     try:
         local = Path(snapshot_download(repo, local_files_only=True, **wanted))
-        if (local / "config.json").exists() and any(local.glob("*.safetensors")):
-            return local
     except (LocalEntryNotFoundError, OSError, ValueError):
-        pass  # not in the cache, or not all of it: ask the hub
-    return _download(repo, wanted)
+        return _download(repo, wanted)  # nothing of it is in the cache
+    if _has_weights(local) and _has_tokenizer(local):
+        return local
+    try:
+        return _download(repo, wanted)
+    except (ConfigError, EngineError):
+        if _has_weights(local):
+            return local  # offline; it may be a checkpoint that comes without a tokenizer
+        raise
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether config.json and all weight files are there; a download that broke off leaves some of the shards."""
+    try:
+        return all(file.is_file() for file in _weight_files(folder))
+    except ConfigError:
+        return False
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _download(repo: str, wanted: dict[str, Any]) -> Path:
@@ -139,7 +156,7 @@ def _download(repo: str, wanted: dict[str, Any]) -> Path:
     at = f"{repo} at revision {wanted['revision']}" if wanted["revision"] else repo
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"no model folder {repo} here, and {at} is not in the local hub cache",
+            f"no model folder {repo} here, and {at} is not in the local hub cache, or not all of it",
             hint="HF_HUB_OFFLINE is set: name a folder, or download the model first.",
         )
     try:
@@ -149,9 +166,8 @@ def _download(repo: str, wanted: dict[str, Any]) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise ConfigError(f"neither a folder nor a hub model: {at}") from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()
         raise EngineError(
-            f"{at}: could not be downloaded: {reason[0] if reason else type(error).__name__}",
+            f"{at}: could not be downloaded: {one_line(error)}",
             hint="Check the network, or name a folder.",
         ) from error
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from opdcheck.config import HUB_ID, DType, ModelRef, resolve
-from opdcheck.errors import ConfigError, EngineError, OpdcheckError
+from opdcheck.errors import ConfigError, EngineError, OpdcheckError, one_line
 from opdcheck.fingerprint import model_folder
 from opdcheck.sampling import normal_noise, state_keys
 
@@ -349,7 +349,7 @@ def resolve_device(device: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         raise ConfigError(
-            f"device {device!r} is not available: {str(error).splitlines()[0]}",
+            f"device {device!r} is not available: {one_line(error)}",
             hint=f"Here there is: {', '.join(['cpu', *found])} (or `auto`).",
         ) from error
     return device
@@ -397,23 +397,22 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _loading_error(source: str, error: Exception) -> OpdcheckError:
-    text = str(error)
-    first_line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    text, said = str(error), one_line(error)
     if "trust_remote_code" in text:
         return ConfigError(
             f"{source} needs modelling code of its own", hint="Set `trust_remote_code: true` if you trust its authors."
         )
     if isinstance(error, ValueError | KeyError) and re.search("nrecognized|does not recognize", text):
         return ConfigError(
-            f"{source} is not a causal language model that this version of transformers knows: {first_line}",
+            f"{source} is not a causal language model that this version of transformers knows: {said}",
             hint="opdcheck measures decoder-only language models (transformers' AutoModelForCausalLM).",
         )
     if isinstance(error, OSError):
         return ConfigError(
-            f"cannot load {source}: {first_line}",
+            f"cannot load {source}: {said}",
             hint="A hub id needs network access (HF_HUB_OFFLINE unset) or an earlier download; safetensors only.",
         )
-    return EngineError(f"cannot load {source}: {type(error).__name__}: {first_line}")
+    return EngineError(f"cannot load {source}: {type(error).__name__}: {said}")
 
 
 def out_of_memory(error: BaseException) -> bool:

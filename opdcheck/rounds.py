@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from opdcheck.files import cache_dir, write_atomically
+from opdcheck.files import cache_dir, prune, write_atomically
 from opdcheck.measurement import Part
 from opdcheck.mismatch.tokens import TokenMismatch
 from opdcheck.rollouts import Prompt, Rollout
 
-FORMAT = 2
+FORMAT = 3
 """Part of every key. Raise it when the meaning of a stored number changes."""
 
 MAX_CACHE_BYTES = 2 * 2**30
@@ -84,17 +84,9 @@ class RoundStore:
         np.savez_compressed(buffer, allow_pickle=False, **_to_arrays(measured))
         try:
             write_atomically(self._path(key), buffer.getvalue())
-            self._prune()
+            prune(self.folder, "*.npz", MAX_CACHE_BYTES)
         except OSError:
             return
-
-    def _prune(self) -> None:
-        files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in self.folder.glob("*.npz")), reverse=True)
-        total = 0
-        for _, size, file in files:
-            total += size
-            if total > MAX_CACHE_BYTES:
-                file.unlink(missing_ok=True)
 
 
 def _to_arrays(measured: Round) -> dict[str, np.ndarray[Any, Any]]:

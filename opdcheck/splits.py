@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
-from opdcheck.files import cache_dir, write_atomically
+from opdcheck.files import cache_dir, prune, write_atomically
 from opdcheck.measurement import SourceShare
 from opdcheck.rollouts import Rollout
 
 FORMAT = 2
 """Part of every key. Raise it when the meaning of a stored number changes."""
+
+MAX_CACHE_BYTES = 64 * 2**20
 
 _Shares = TypeAdapter(list[SourceShare])
 
@@ -32,14 +35,17 @@ def split_file(measurement_key: Mapping[str, Any], rollouts: Sequence[Rollout], 
 def load_split(file: Path) -> list[SourceShare] | None:
     """The stored split; None if there is none that can be read."""
     try:
-        return _Shares.validate_json(file.read_bytes())
+        shares = _Shares.validate_json(file.read_bytes())
+        os.utime(file)  # so that what is used stays when the cache is pruned
     except (OSError, ValidationError):
         return None
+    return shares
 
 
 def save_split(file: Path, shares: list[SourceShare]) -> None:
     """Keeps a split. A cache that cannot be written loses nothing but the cache."""
     try:
         write_atomically(file, _Shares.dump_json(shares))
+        prune(file.parent, "*.json", MAX_CACHE_BYTES)
     except OSError:
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 from opdcheck.complaints import describe
 from opdcheck.config import ModelRef, Workload, resolve
-from opdcheck.errors import ConfigError
+from opdcheck.errors import ConfigError, one_line
 from opdcheck.rollouts import Prompt
 
 MAX_ROW_BYTES = 16 * 2**20
@@ -50,7 +50,7 @@ def load_tokenizer(ref: ModelRef, base: Path) -> Any:
             hint = "Set `trust_remote_code: true` if you trust its authors."
         else:
             hint = "Save the tokenizer beside the weights (tokenizer.json, tokenizer_config.json)."
-        raise ConfigError(f"cannot load the tokenizer of {source}: {_brief(error)}", hint=hint) from error
+        raise ConfigError(f"cannot load the tokenizer of {source}: {one_line(error)}", hint=hint) from error
     if len(tokenizer) == 0:
         raise ConfigError(
             f"cannot load the tokenizer of {source}: it has no tokens",
@@ -133,7 +133,7 @@ def parquet_rows(path: Path, keys: tuple[str, ...] = ("prompt", "messages")) -> 
                     number += 1
                     yield Row(f"{_shown(path)}: row {number}", content)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{_shown(path)}: cannot be read as Parquet: {_brief(error)}") from None
+        raise ConfigError(f"{_shown(path)}: cannot be read as Parquet: {one_line(error)}") from None
 
 
 def _parse_line(where: str, line: bytes) -> Any:
@@ -144,7 +144,7 @@ def _parse_line(where: str, line: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: expected one JSON object per line: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
-        raise ConfigError(f"{where}: expected one JSON object per line: {_brief(error)}") from None
+        raise ConfigError(f"{where}: expected one JSON object per line: {one_line(error)}") from None
 
 
 def _token_ids(row: Row, workload: Workload, tokenizer: Any) -> list[int]:
@@ -182,7 +182,7 @@ def _tokenize_chat(row: Row, messages: list[dict[str, Any]], kwargs: dict[str, A
             messages, **kwargs, add_generation_prompt=True, tokenize=True, return_dict=False, truncation=False
         )
     except Exception as error:  # a template is a program: it may raise anything
-        raise ConfigError(f"{row.where}: the chat template does not take these messages: {_brief(error)}") from error
+        raise ConfigError(f"{row.where}: the chat template does not take these messages: {one_line(error)}") from error
     return [int(token) for token in token_ids]
 
 
@@ -228,9 +228,3 @@ def _shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def _brief(error: BaseException) -> str:
-    """An exception's message on one line, cut when long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."

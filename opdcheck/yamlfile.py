@@ -10,7 +10,8 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,7 +26,7 @@ from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from opdcheck.complaints import Key, complaints
-from opdcheck.errors import ConfigError
+from opdcheck.errors import ConfigError, one_line
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -33,6 +34,7 @@ MAX_DEPTH = 40
 T = TypeVar("T", bound=BaseModel)
 
 _INDEX = re.compile(r"\[(\d+)\]")
+_DOTTED_KEY = re.compile(r"[a-z]\w*(\.\w+|\[\d+\])*")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,28 @@ class Located(Generic[T]):
                 return f"{flag}: {message}"
         where = self.locate(parts)
         return f"{where}: {show_key(parts)}: {message}" if parts else f"{where}: {message}"
+
+    def point(self, error: ConfigError) -> ConfigError:
+        """An error found while models load, with file and line if its message begins with a key of this file.
+
+        Such as `rollout.staleness.checkpoint: ...` or `rollout: ...`. Any other error is given back as it is.
+        """
+        key, colon, message = error.message.partition(": ")
+        known = type(self.value).model_fields
+        if not colon or not _DOTTED_KEY.fullmatch(key) or as_key(key)[0] not in known:
+            return error
+        return self.error(key, message, hint=error.hint)
+
+    @contextmanager
+    def pointing(self) -> Iterator[None]:
+        """What is raised inside as a `ConfigError` leaves with file and line where `point` knows them."""
+        try:
+            yield
+        except ConfigError as error:
+            pointed = self.point(error)
+            if pointed is error:
+                raise
+            raise pointed from error
 
     def errors(self, problems: Iterable[tuple[str | Key, str]]) -> ConfigError:
         """One `ConfigError` for several `(key, message)`: a line each, in file order, the flags' first."""
@@ -238,7 +262,7 @@ def _parse(path: Path, text: str) -> Any:
         raise ConfigError(f"{path}:{line}: expected text, found control character {_code_point(error)}") from None
     except (YAMLError, ValueError, OverflowError, RecursionError) as error:
         # ValueError: among others a whole number of more digits than Python converts.
-        raise ConfigError(f"{path}: not valid YAML: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {_unreadable(error)}") from None
     if tree is None:
         raise ConfigError(f"{path}:1: the file is empty; expected a mapping (`key: value` lines)")
     if not isinstance(tree, Mapping):
@@ -298,11 +322,10 @@ def _code_point(error: ReaderError) -> str:
     return f"U+{character if isinstance(character, int) else ord(character):04X}"
 
 
-def _first_line(error: BaseException) -> str:
+def _unreadable(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].partition(": value has")[0]
+    return one_line(error).partition(": value has")[0]
 
 
 def _to_plain(path: Path, tree: Any, key: Key) -> Any:

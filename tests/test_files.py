@@ -1,10 +1,13 @@
 """Atomic writes: the old content or the new, nothing between, nothing left over."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
-from opdcheck.files import write_atomically
+from opdcheck.files import prune, scratch_folder, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):
@@ -33,3 +36,44 @@ def test_the_mode_is_that_of_an_ordinary_file(tmp_path):
     write_atomically(tmp_path / "file", "x")
     (tmp_path / "plain").write_text("x")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_pruning_keeps_what_was_used_last(tmp_path):
+    for age, name in enumerate(["new.json", "middle.json", "old.json", "old.txt"]):
+        (tmp_path / name).write_bytes(b"x" * 10)
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    prune(tmp_path, "*.json", 20)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["middle.json", "new.json", "old.txt"]
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where scratch folders are made."""
+    monkeypatch.setenv("OPDCHECK_CACHE", str(tmp_path))
+    return tmp_path / "tmp"
+
+
+def test_a_scratch_folder_lasts_as_long_as_its_block(scratch):
+    with scratch_folder() as one, scratch_folder() as other:
+        assert one != other
+        assert one.parent == other.parent == scratch
+        (one / "file").write_text("x")
+    assert list(scratch.iterdir()) == []
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(scratch):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    ours, dead_id = platform.node().replace(".", "-"), dead.pid
+    names = [
+        f"{ours}.{dead_id}.a",
+        f"{ours}.{os.getppid()}.b",
+        f"elsewhere.{dead_id}.c",
+        f"{ours}.{os.getpid()}.d",
+        "x",
+    ]
+    for name in names:
+        (scratch / name).mkdir(parents=True)
+    with scratch_folder():
+        pass
+    assert sorted(folder.name for folder in scratch.iterdir()) == sorted(names[1:])

@@ -9,7 +9,7 @@ import pytest
 
 from opdcheck import fingerprint
 from opdcheck.config import ModelRef
-from opdcheck.errors import ConfigError
+from opdcheck.errors import ConfigError, EngineError
 from opdcheck.fingerprint import fingerprint_model, hash_files, shorten, weights_hash
 
 OLD = time.time() - 3600
@@ -149,6 +149,60 @@ def test_hub_snapshot_is_used_without_a_download(model, monkeypatch):
     assert found.name == "someone/model@v1"
     assert differing(found, of(model)) == set()
     assert asked == [("someone/model", "v1", True)]
+
+
+class TestIncompleteHubSnapshot:
+    """A download that broke off: the hub is asked for the rest, and is not asked once all is there."""
+
+    @pytest.fixture
+    def hub(self, model, monkeypatch):
+        """A hub whose snapshot is `model`; a download puts the files in `rest` there, or fails if there are none."""
+        rest, asked = {}, []
+
+        def snapshot_download(_, **kwargs):
+            asked.append(kwargs.get("local_files_only", False))
+            if not asked[-1] and not rest:
+                raise OSError("no network")
+            for name, content in rest.items() if not asked[-1] else ():
+                (model / name).write_bytes(content)
+            return str(model)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        return rest, asked
+
+    def shard(self, model):
+        """Makes a model of two shards, and takes the second away."""
+        (model / "model.safetensors").rename(model / "model-1.safetensors")
+        index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def test_a_missing_shard_is_downloaded(self, model, hub):
+        rest, asked = hub
+        self.shard(model)
+        rest["model-2.safetensors"] = b"x"
+        assert weights_hash(ModelRef(path="someone/model"), model.parent) == of(model).weights
+        assert asked == [True, False]
+        weights_hash(ModelRef(path="someone/model"), model.parent)
+        assert asked == [True, False, True]
+
+    def test_a_missing_tokenizer_is_downloaded(self, model, hub):
+        rest, _ = hub
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            rest[name] = (model / name).read_bytes()
+            (model / name).unlink()
+        assert fingerprint_model(ModelRef(path="someone/model"), model.parent).tokenizer == of(model).tokenizer
+
+    def test_without_network_weights_without_a_tokenizer_are_used(self, model, hub):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (model / name).unlink()
+        assert weights_hash(ModelRef(path="someone/model"), model.parent)
+        assert hub[1] == [True, False]
+
+    def test_without_network_a_missing_shard_is_an_error(self, model, hub):  # noqa: ARG002
+        self.shard(model)
+        with pytest.raises(EngineError, match="could not be downloaded: no network"):
+            weights_hash(ModelRef(path="someone/model"), model.parent)
 
 
 class TestCache:

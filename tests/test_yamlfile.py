@@ -187,6 +187,27 @@ def test_an_error_found_later_points_at_its_key_or_flag(tmp_path):
     assert flagged.error("name", "too short").message == f"{path}:1: name: too short"
 
 
+@pytest.mark.parametrize(
+    ("message", "pointed"),
+    [
+        ("limit.total: too small", "{path}:3: limit.total: too small"),
+        ("limit: too small", "{path}:2: limit: too small"),
+        ("limit.total[3].x: too small", "{path}:3: limit.total[3].x: too small"),
+        ("budget: not ours", "budget: not ours"),
+        ("/some/path: cannot be read", "/some/path: cannot be read"),
+        ("f.yaml:3: limit: known already", "f.yaml:3: limit: known already"),
+        ("limit is too small", "limit is too small"),
+    ],
+)
+def test_errors_that_begin_with_a_key_are_pointed_at_it(tmp_path, message, pointed):
+    path = tmp_path / "f.yaml"
+    path.write_text("name: a\nlimit:\n  total: 1\n")
+    found = load_located(path, File)
+    with pytest.raises(ConfigError) as caught, found.pointing():
+        raise ConfigError(message, hint="Try 2.")
+    assert (caught.value.message, caught.value.hint) == (pointed.format(path=path), "Try 2.")
+
+
 @pytest.mark.parametrize("key", ["a", "a.b", "a[0].b[1][2]", ""])
 def test_key_notation_round_trips(key):
     assert show_key(as_key(key)) == key

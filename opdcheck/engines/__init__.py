@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from opdcheck.config import Candidate
 from opdcheck.engines.base import Provenance, RolloutEngine, RolloutRequest
-from opdcheck.files import cache_dir
+from opdcheck.files import scratch_folder
 from opdcheck.rollouts import Prompt, Rollout
 
 
@@ -62,8 +61,7 @@ def _open_vllm(
         model = source_folder(source, base)
         provenance: list[Provenance] = []
         if needs_checkpoint(candidate):
-            (cache_dir() / "tmp").mkdir(parents=True, exist_ok=True)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache_dir() / "tmp"))) / "policy"
+            folder = stack.enter_context(scratch_folder()) / "policy"
             provenance = write_checkpoint(candidate, base, folder, calibration_ids=calibration_ids)
             model = str(folder)
         # vLLM has read the weights when this returns: the temporary checkpoint goes at the end of the block.

