@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,15 @@ from opdcheck.budget import Budget, Environment, load_budget, no_budget_named, r
 from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.environment import current_environment
 from opdcheck.fingerprint import ModelFingerprint, fingerprint_model, weights_hash
-from opdcheck.measure import rounds, summarize_rounds
+from opdcheck.gathering import Gathering
 from opdcheck.measurement import Measurement, SourceShare
 from opdcheck.progress import Progress, Silent
 from opdcheck.report.record import Report, budget_summary
 from opdcheck.rollouts import Rollout
-from opdcheck.rounds import Round, RoundStore
+from opdcheck.rounds import Round
 from opdcheck.session import Session
 from opdcheck.splits import load_split, save_split, split_file
-from opdcheck.stats.gate import Gate
-from opdcheck.verdict import Target, new_gate, reach, target
+from opdcheck.verdict import Verdict, reach, targets
 from opdcheck.yamlfile import Located
 
 SPLIT_BYTES = 2**30
@@ -35,6 +35,7 @@ def admit(
     candidate_file: str | Path,
     *,
     overrides: Mapping[str, Any] | None = None,
+    flags: Mapping[str, str] | None = None,
     sources: bool = False,
     accept_stale: str | None = None,
     observe: bool = False,
@@ -46,6 +47,7 @@ def admit(
     Args:
         candidate_file: YAML file of `opdcheck.config.Candidate`.
         overrides: dotted keys of the candidate that a flag or variable sets, e.g. `{"decision.alpha": 0.1}`.
+        flags: what the user wrote for an overridden key, for messages; default `--alpha` for `decision.alpha`.
         sources: split the mismatch by source even if the candidate is admitted; a reject is always split.
         accept_stale: the one fingerprint field whose change is forgiven.
         observe: the report's exit code is 0 for reject and no verdict.
@@ -58,30 +60,19 @@ def admit(
     """
     progress = progress or Silent()
     started = time.monotonic()
-    located = load_candidate(Path(candidate_file), overrides)
+    located = load_candidate(Path(candidate_file), overrides, flags=flags)
     candidate, base = located.value, located.path.parent
     progress.stage("checking candidate and budget")
     budget, budget_path = _load_budget(located)
-    aim = target(budget, candidate.decision)
-    subject = identify(candidate, base)
+    targets(budget, candidate.decision)  # before anything is loaded: is there a limit for the decision metric?
+    with located.pointing():
+        subject = identify(candidate, base)
     accepted = require_valid(budget, subject.student, subject.teacher, subject.environment, accept_stale=accept_stale)
     preflight.check(located, base)
 
-    with Session(candidate, base, progress=progress) as session:
-        gathered = _gather(session, aim, subject.key, fresh=fresh, progress=progress)
-        measurement = gathered.summary()
-        verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
-        if sources or verdict.decision == "reject" or budget.limits.per_source:
-            measurement = with_sources(
-                session,
-                measurement,
-                gathered.rounds,
-                key=subject.key,
-                kernel_tv=budget.floor.kernel.get("tv", 0.0) if budget.floor else 0.0,
-                metric=aim.metric,
-                fresh=fresh,
-            )
-            verdict = reach(measurement, budget, candidate.decision, accepted=accepted, observe=observe)
+    judge = partial(reach, budget=budget, decision=candidate.decision, accepted=accepted, observe=observe)
+    with located.pointing(), Session(candidate, base, progress=progress) as session:
+        measurement, verdict = _measure(session, budget, subject, judge, sources=sources, fresh=fresh)
     return Report(
         opdcheck_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,13 +96,21 @@ class Subject:
     teacher: ModelFingerprint | None
     environment: Environment
     key: dict[str, Any]
-    """Everything besides the prompts that a measured number depends on."""
+    """Everything besides the prompts that a measured number depends on; see `measurement_key`."""
 
 
 def identify(candidate: Candidate, base: Path) -> Subject:
-    """Fingerprints of the models that a candidate names, and the environment they run in."""
-    from opdcheck.models import resolve_device
+    """Fingerprints of the models that a candidate names, and the environment they run in.
 
+    Raises:
+        ConfigError: vLLM is asked for and not installed; a model or the device is not there.
+        EngineError: the hub could not be reached.
+    """
+    from opdcheck.engines.vllm_support import number_variables, require
+    from opdcheck.models import end_token_ids, resolve_device
+
+    if candidate.rollout.engine == "vllm":
+        require()
     student = fingerprint_model(candidate.student, base)
     teacher = fingerprint_model(candidate.teacher, base) if candidate.teacher else None
     device = resolve_device(candidate.student.device)
@@ -128,6 +127,8 @@ def identify(candidate: Candidate, base: Path) -> Subject:
         "others": others,
         "environment": environment.model_dump(),
         "device": device,
+        "variables": number_variables() if rollout.engine == "vllm" else {},
+        "end_token_ids": sorted(end_token_ids(candidate.student, base)),  # no fingerprint covers generation_config.json
         "rollout": rollout.model_dump(mode="json", exclude={"model", "staleness"}),
         "samples_per_prompt": workload.samples_per_prompt,
         "max_completion_length": workload.max_completion_length,
@@ -136,15 +137,34 @@ def identify(candidate: Candidate, base: Path) -> Subject:
     return Subject(student, teacher, environment, key)
 
 
-def verify(candidate_file: str | Path, *, budget: str | Path | None = None) -> tuple[Budget, Subject]:
+def measurement_key(subject: Subject, session: Session) -> dict[str, Any]:
+    """The subject's key, with what the session's prompts put into every number: static scales are set from the first.
+
+    Tokenizes the prompts.
+    """
+    if session.candidate.rollout.quantization is None:
+        return subject.key
+    return {**subject.key, "calibration": session.calibration_ids}
+
+
+def verify(
+    candidate_file: str | Path, *, budget: str | Path | None = None, flags: Mapping[str, str] | None = None
+) -> tuple[Budget, Subject]:
     """A candidate's budget, and the student and environment that it would have to belong to.
+
+    Args:
+        budget: instead of the one that the candidate names.
+        flags: as for `admit`.
 
     Raises:
         ConfigError: the candidate or the budget file is wrong.
         BudgetInvalidError: the candidate names no budget.
     """
-    located = load_candidate(Path(candidate_file), {"budget": None if budget is None else Path(budget)})
-    return _load_budget(located)[0], identify(located.value, located.path.parent)
+    overrides = {"budget": None if budget is None else Path(budget)}
+    located = load_candidate(Path(candidate_file), overrides, flags=flags)
+    stored = _load_budget(located)[0]
+    with located.pointing():
+        return stored, identify(located.value, located.path.parent)
 
 
 def _load_budget(located: Located[Candidate]) -> tuple[Budget, Path]:
@@ -154,39 +174,43 @@ def _load_budget(located: Located[Candidate]) -> tuple[Budget, Path]:
     return load_budget(path), path
 
 
-@dataclass
-class _Gathered:
-    rounds: list[Round] = field(default_factory=list)
-    all_cached: bool = True
+def _measure(
+    session: Session,
+    budget: Budget,
+    subject: Subject,
+    judge: Callable[[Measurement], Verdict],
+    *,
+    sources: bool,
+    fresh: bool,
+) -> tuple[Measurement, Verdict]:
+    """Measures until every limit is decided or the prompts are used up; splits by source where that is asked for."""
+    key = measurement_key(subject, session)
+    aims = targets(budget, session.candidate.decision)
+    gathering = Gathering(session, aims, key, fresh=fresh, progress=session.progress)
+    gathering.until_decided()
+    measurement = gathering.summary()
+    verdict = judge(measurement)
+    if not (sources or verdict.decision == "reject" or budget.limits.per_source):
+        return measurement, verdict
+    while True:
+        measurement = with_sources(
+            session,
+            gathering.summary(),
+            gathering.rounds,
+            key=key,
+            kernel_tv=budget.floor.kernel.get("tv", 0.0) if budget.floor else 0.0,
+            metric=aims[0].metric,
+            fresh=fresh,
+        )
+        verdict = judge(measurement)
+        if not (_more_would_decide(measurement, verdict) and gathering.double()):
+            return measurement, verdict
 
-    def note(self, cached: bool) -> None:
-        self.all_cached = self.all_cached and cached
 
-    def summary(self) -> Measurement:
-        return summarize_rounds(self.rounds, cached=self.all_cached)
-
-
-def _gather(session: Session, aim: Target, key: Mapping[str, Any], *, fresh: bool, progress: Progress) -> _Gathered:
-    """Measures rounds until the gate knows, looking after each."""
-    decision = session.candidate.decision
-    max_prompts = min(decision.max_prompts or len(session.prompts), len(session.prompts))
-    gate: Gate = new_gate(aim, decision)
-    gathered = _Gathered()
-    for measured in rounds(
-        session, key=key, max_prompts=max_prompts, store=RoundStore(), fresh=fresh, on_cached=gathered.note
-    ):
-        gathered.rounds.append(measured)
-        gate.update(_prompt_values(measured, aim.metric))
-        progress.look(gate, metric=aim.metric, max_prompts=max_prompts)
-        if gate.state != "undecided":
-            break
-    return gathered
-
-
-def _prompt_values(measured: Round, metric: str) -> list[float]:
-    from opdcheck.mismatch.aggregate import summarize
-
-    return summarize(measured.by_prompt()).prompt_values[metric]
+def _more_would_decide(measurement: Measurement, verdict: Verdict) -> bool:
+    """Whether all that is open is a limited source, and the split sees every prompt: else more of them are no help."""
+    only_sources = verdict.decision == "inconclusive" and {reason.code for reason in verdict.against} == {"source"}
+    return only_sources and measurement.sources_prompts == measurement.prompts
 
 
 def with_sources(
@@ -207,6 +231,8 @@ def with_sources(
         metric: decision metric, for the per-prompt values of each source.
         fresh: do not read a stored split.
     """
+    from opdcheck.sources import not_simulated
+
     rollouts = _within_memory(session, [rollout for one in measured for rollout in one.rollouts])
     file = split_file(key, rollouts, metric)
     shares = None if fresh else load_split(file)
@@ -217,7 +243,12 @@ def with_sources(
     total = math.fsum(measurement.prompt_values["tv"][:prompts]) / prompts
     explained = kernel_tv + sum(share.tv for share in shares)
     return measurement.model_copy(
-        update={"sources": shares, "sources_prompts": prompts, "left_over": total - explained}
+        update={
+            "sources": shares,
+            "sources_prompts": prompts,
+            "sources_notes": not_simulated(session.candidate),
+            "left_over": total - explained,
+        }
     )
 
 

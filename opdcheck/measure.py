@@ -27,7 +27,9 @@ def rounds(
     fresh: bool = False,
     on_cached: Callable[[bool], None] | None = None,
 ) -> Iterator[Round]:
-    """Yields measured rounds until `max_prompts` prompts are done. Each is kept in `store` before it is yielded.
+    """Yields measured rounds, in the order in which prompts are drawn, until `max_prompts` prompts are done.
+
+    Each is kept in `store` before it is yielded.
 
     Args:
         key: everything but the prompts that the numbers depend on; see `opdcheck.rounds`.
@@ -37,7 +39,7 @@ def rounds(
     Raises:
         EngineError: the engine failed or gave unusable rollouts.
     """
-    for prompts in in_rounds(session.prompts[:max_prompts], session.candidate.decision.round_prompts):
+    for prompts in in_rounds(session.drawn_prompts[:max_prompts], session.candidate.decision.round_prompts):
         name = round_key(key, prompts)
         stored = None if fresh else store.load(name, prompts)
         if on_cached is not None:
@@ -112,6 +114,7 @@ def summarize_rounds(measured: Sequence[Round], *, cached: bool) -> Measurement:
         chi2_token=summary.chi2_token,
         ess=summary.ess,
         prompt_values=summary.prompt_values,
+        prompt_rows=list(dict.fromkeys(rollout.prompt.index for rollout in rollouts)),
         by_position=summary.by_position,
         position_trend=summary.position_trend,
         provenance=list(measured[0].provenance),

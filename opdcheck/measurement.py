@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from opdcheck.config import Model
@@ -74,6 +75,8 @@ class Measurement(Model):
     """Effective sample size as a share of the tokens, ratios not truncated."""
     prompt_values: dict[str, list[float]]
     """Per-prompt means, in the order they were measured, for every metric that can decide."""
+    prompt_rows: list[int] = []
+    """Which row of the prompt file, from 0, each of these prompts is: they are measured in a random order."""
     by_position: list[PositionBin]
     position_trend: float | None
     """Spearman correlation of tv with position; None where it cannot be computed."""
@@ -81,8 +84,18 @@ class Measurement(Model):
     sources: list[SourceShare] = []
     sources_prompts: int | None = None
     """The sources were split on so many of the prompts, the first ones: as many as memory allows."""
+    sources_notes: list[str] = []
+    """What the split leaves out, as sentences."""
     left_over: float | None = None
     """Total tv minus the sum of the sources' (interaction and what the simulation does not reproduce)."""
     non_finite_tokens: int = 0
     """Tokens with NaN or infinite values on either side; any such token forbids admission."""
     from_cache: bool = False
+
+    @property
+    def sources_total(self) -> float:
+        """Mean tv over the prompts that the sources were split on, which is what they are shares of."""
+        if self.sources_prompts is None or self.sources_prompts >= self.prompts:
+            return self.metrics["tv"].mean
+        values = self.prompt_values["tv"][: self.sources_prompts]
+        return math.fsum(values) / len(values)

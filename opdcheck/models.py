@@ -307,7 +307,7 @@ def end_token_ids(ref: ModelRef, base: Path) -> set[int]:
             generation = GenerationConfig.from_model_config(load_config(ref, base))
         try:
             own = AutoTokenizer.from_pretrained(source, **options).eos_token_id
-        except (OSError, ValueError):  # a checkpoint without tokenizer; the workload complains where it needs one
+        except Exception:  # no tokenizer, or a broken one: the workload complains where it needs one
             own = None
     listed = generation.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from blake3 import blake3
 
 from opdcheck.config import Candidate
@@ -52,12 +53,17 @@ class Session:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The workload's prompts as token ids, in file order."""
+        """The workload's prompts as token ids, in file order; see `drawn_prompts` for the order of measurement."""
         from opdcheck.models import context_length
         from opdcheck.workload import load_prompts
 
         limit = context_length(self.candidate.student, self.base)
         return load_prompts(self.candidate.workload, self.base, self.tokenizer, limit)
+
+    @cached_property
+    def drawn_prompts(self) -> list[Prompt]:
+        """The prompts in the order in which they are measured: see `in_random_order`."""
+        return in_random_order(self.prompts, self.candidate.workload.seed)
 
     @cached_property
     def trainer(self) -> CausalLM:
@@ -90,7 +96,7 @@ class Session:
 
     @property
     def calibration_ids(self) -> list[list[int]]:
-        """Token ids that static activation scales are set from: the first few prompts."""
+        """Token ids that static activation scales are set from: the first few prompts of the file."""
         return [prompt.token_ids for prompt in self.prompts[:CALIBRATION_PROMPTS]]
 
     def requests(self, prompts: Sequence[Prompt]) -> list[RolloutRequest]:
@@ -111,6 +117,16 @@ def request_seed(seed: int, prompt: int, sample: int) -> int:
     """A seed in [0, 2^31) that depends on nothing but its arguments, on any machine and Python version."""
     digest = blake3(f"{seed}/{prompt}/{sample}".encode()).digest(length=4)
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+def in_random_order(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """The prompts in a random order that depends on `seed` and their number alone (NumPy's default generator).
+
+    The confidence sequence takes what it has seen so far for a random sample, and files are often sorted: by topic, by
+    length, by difficulty.
+    """
+    order = np.random.default_rng([seed % 2**64, len(prompts)]).permutation(len(prompts))
+    return [prompts[at] for at in order]
 
 
 def in_rounds(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:

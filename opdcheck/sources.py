@@ -61,6 +61,17 @@ def split(
     return shares
 
 
+def not_simulated(candidate: Candidate) -> list[str]:
+    """What the candidate asks of its engine and no live model imitates, as sentences for the report."""
+    args = candidate.rollout.engine_args
+    asked = {name: args[name] for name in ("quantization", "quantization_config") if args.get(name)}
+    if not asked or asked.get("quantization") == "compressed-tensors":  # the format of the checkpoint, loaded here too
+        return []
+    shown = ", ".join(f"engine_args.{name}: {value}" for name, value in asked.items())
+    cannot = "vLLM's online quantization, which cannot be simulated: it is part of what is left over"
+    return [f"weights: {shown} is {cannot}"]
+
+
 def _measure_alone(
     candidate: Candidate,
     base: Path,
@@ -116,4 +127,4 @@ def _share(
     )
 
 
-__all__ = ["split"]
+__all__ = ["not_simulated", "split"]

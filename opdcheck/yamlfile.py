@@ -73,8 +73,7 @@ class Located(Generic[T]):
         Such as `rollout.staleness.checkpoint: ...` or `rollout: ...`. Any other error is given back as it is.
         """
         key, colon, message = error.message.partition(": ")
-        known = type(self.value).model_fields
-        if not colon or not _DOTTED_KEY.fullmatch(key) or as_key(key)[0] not in known:
+        if not colon or not _DOTTED_KEY.fullmatch(key) or not _has_key(self.value, as_key(key)):
             return error
         return self.error(key, message, hint=error.hint)
 
@@ -167,6 +166,17 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: expected UTF-8 text, found byte 0x{data[error.start]:02x}") from None
+
+
+def _has_key(value: Any, key: Key) -> bool:
+    """Whether `key` can be one of a model's; below a free-form mapping, or where nothing is set, any name can."""
+    for part in key:
+        if not isinstance(value, BaseModel):
+            return True
+        if part not in type(value).model_fields:
+            return False
+        value = getattr(value, str(part))
+    return True
 
 
 def as_key(key: str | Key) -> Key:

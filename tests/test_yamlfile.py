@@ -194,6 +194,7 @@ def test_an_error_found_later_points_at_its_key_or_flag(tmp_path):
         ("limit: too small", "{path}:2: limit: too small"),
         ("limit.total[3].x: too small", "{path}:3: limit.total[3].x: too small"),
         ("budget: not ours", "budget: not ours"),
+        ("limit.jsonl: a file", "limit.jsonl: a file"),
         ("/some/path: cannot be read", "/some/path: cannot be read"),
         ("f.yaml:3: limit: known already", "f.yaml:3: limit: known already"),
         ("limit is too small", "limit is too small"),

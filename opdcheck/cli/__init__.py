@@ -5,14 +5,16 @@ Nothing heavy is imported at start-up: each command imports what it needs when i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from opdcheck import __version__
 from opdcheck.cli import admit, budget, schema
+from opdcheck.cli.variables import variable_of
 from opdcheck.errors import ExitCode, OpdcheckError
 
 app = typer.Typer(
@@ -44,26 +46,94 @@ def _root(
 ) -> None: ...
 
 
+# Typer has click inside and keeps most of its exceptions private. BadParameter is one of those for wrong usage, and all
+# of them share this ancestor.
+_WrongUsage: type[BaseException] = typer.BadParameter.__mro__[2]
+
+
 def main() -> NoReturn:
     """Runs the command and exits with a code that means what `opdcheck.errors.ExitCode` says, whatever happens."""
+    sys.exit(_written(_run()))
+
+
+def _run() -> int:
+    """The exit code. Only a verdict may be 1, and only a verdict or an answer 0, so nothing here passes on a code that
+    Typer or a library chose."""
     try:
-        app()
-    except SystemExit as exit_:
-        sys.exit(exit_.code)
+        code = app(standalone_mode=False)
+    except _WrongUsage as error:
+        _explain_usage(error)
+        return ExitCode.USAGE
     except OpdcheckError as error:
         _say(f"error: {error}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _say("interrupted: the same command goes on where it stopped")
-        sys.exit(ExitCode.INTERRUPTED)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort) as error:
+        # Typer turns the end of stdin into an abort, and nobody has interrupted anything then.
+        return _failed(error.__cause__) if isinstance(error.__cause__, EOFError) else _interrupted()
     except BaseException as error:  # a crash must never look like a verdict
+        return _failed(error)
+    if code == ExitCode.INTERRUPTED:  # a KeyboardInterrupt that Typer has caught
+        return _interrupted()
+    return int(code) if isinstance(code, int) else ExitCode.ADMITTED
+
+
+def _explain_usage(error: Any) -> None:
+    """Prints what is wrong with the command line, under the name of the variable where a variable is to blame."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    variable = variable_of(context, parameter) if parameter is not None and context is not None else None
+    if variable is not None:
+        _say(f"error: {variable}: {error.message}")
+    else:
+        error.show()
+
+
+def _interrupted() -> int:
+    _say("interrupted: the same command goes on where it stopped")
+    return ExitCode.INTERRUPTED
+
+
+def _failed(error: BaseException) -> int:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, BrokenPipeError):
+        cause = cause.__cause__ or cause.__context__  # rich and Typer turn a broken pipe into SystemExit(1)
+    if cause is not None:
+        _output_lost(cause)
+    else:
         _report_crash(error)
-        sys.exit(ExitCode.FAILED)
-    sys.exit(ExitCode.ADMITTED)
+    return ExitCode.FAILED
+
+
+def _written(code: int) -> int:
+    """`code`, once the result has left this process; it counts for nothing if nobody can have read it."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        _output_lost(error)
+        return ExitCode.FAILED
+    return code
+
+
+def _output_lost(error: BaseException) -> None:
+    """Says so, and lets what is still buffered go nowhere: Python would print a traceback about it as it ends."""
+    _say(f"error: the result could not be written: {error}. This is not a verdict.")
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None and not _takes_output(stream):
+                os.dup2(nowhere, stream.fileno())
+
+
+def _takes_output(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed as well
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _report_crash(error: BaseException) -> None:

@@ -7,8 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
+KEYS = {
+    "budget": "budget",
+    "metric": "decision.metric",
+    "alpha": "decision.alpha",
+    "min_prompts": "decision.min_prompts",
+    "max_prompts": "decision.max_prompts",
+}
+"""Flag -> the key of the candidate that it overrides."""
+
+OBSERVED = "--observe: exit code 0 all the same; without it this run would not start (exit code 3)."
+
 
 def admit(
+    context: typer.Context,
     candidate: Annotated[Path, typer.Argument(help="Candidate file (YAML).", show_default=False)],
     budget: Annotated[
         Path | None, typer.Option(envvar="OPDCHECK_BUDGET", help="Budget file instead of the candidate's.")
@@ -54,25 +66,34 @@ def admit(
     from opdcheck import admission
     from opdcheck.cli import output
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
+    from opdcheck.cli.variables import flags_of
+    from opdcheck.errors import BudgetInvalidError, ExitCode
 
     output.check_writable(json_file, markdown_file)
-    overrides: dict[str, Any] = {
+    given: dict[str, Any] = {
         "budget": budget,
-        "decision.metric": metric,
-        "decision.alpha": alpha,
-        "decision.min_prompts": min_prompts,
-        "decision.max_prompts": max_prompts,
+        "metric": metric,
+        "alpha": alpha,
+        "min_prompts": min_prompts,
+        "max_prompts": max_prompts,
     }
-    with TerminalProgress(log_console()) as progress:
-        report = admission.admit(
-            candidate,
-            overrides={key: value for key, value in overrides.items() if value is not None},
-            sources=sources,
-            accept_stale=accept_stale,
-            observe=observe,
-            fresh=fresh,
-            progress=progress,
-        )
+    try:
+        with TerminalProgress(log_console()) as progress:
+            report = admission.admit(
+                candidate,
+                overrides={KEYS[name]: value for name, value in given.items() if value is not None},
+                flags=flags_of(context, KEYS),
+                sources=sources,
+                accept_stale=accept_stale,
+                observe=observe,
+                fresh=fresh,
+                progress=progress,
+            )
+    except BudgetInvalidError as error:
+        if not observe:
+            raise
+        typer.echo(f"no verdict: {error}\n{OBSERVED}", err=True)
+        raise typer.Exit(ExitCode.ADMITTED) from error
     output.write(report, json_file, markdown_file)
     output.show(report, result_console() if json_file != "-" else log_console())
     raise typer.Exit(report.verdict.exit_code)

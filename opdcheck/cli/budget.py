@@ -22,15 +22,19 @@ def show(budget: Annotated[Path, typer.Argument(help="Budget file (YAML).", show
 
 @app.command("verify")
 def verify(
+    context: typer.Context,
     candidate: Annotated[Path, typer.Argument(help="Candidate file that names the budget.", show_default=False)],
-    budget: Annotated[Path | None, typer.Option(help="Budget file instead of the candidate's.")] = None,
+    budget: Annotated[
+        Path | None, typer.Option(envvar="OPDCHECK_BUDGET", help="Budget file instead of the candidate's.")
+    ] = None,
 ) -> None:
     """Compare a budget's fingerprints with the candidate's student and this machine: exit 0 if all agree, else 3."""
     from opdcheck import admission
     from opdcheck.cli.budget_show import verify as print_comparison
     from opdcheck.cli.console import result_console
+    from opdcheck.cli.variables import flags_of
 
-    stored, subject = admission.verify(candidate, budget=budget)
+    stored, subject = admission.verify(candidate, budget=budget, flags=flags_of(context, {"budget": "budget"}))
     exit_code = print_comparison(stored, subject.student, subject.teacher, subject.environment, result_console())
     raise typer.Exit(exit_code)
 
@@ -57,7 +61,8 @@ def declare(
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
     from opdcheck.errors import ConfigError
 
-    total = dict(_parse_limit(text) for text in limit)
+    total = _parse_limits(limit)
+    declaration.check_limits(total)
     output.check_writable(None, None, out=out)
     if out.exists() and not force:
         raise ConfigError(f"--out: {out} exists", hint="--force overwrites it.")
@@ -70,11 +75,16 @@ def declare(
     typer.echo(f"written: {out}", err=True)
 
 
-def _parse_limit(text: str) -> tuple[str, float]:
+def _parse_limits(texts: list[str]) -> dict[str, float]:
     from opdcheck.errors import ConfigError
 
-    metric, _, value = text.partition("=")
-    try:
-        return metric.strip(), float(value)
-    except ValueError:
-        raise ConfigError(f"--limit: expected METRIC=VALUE such as k3=0.015, found {text!r}") from None
+    total: dict[str, float] = {}
+    for text in texts:
+        metric, _, value = (part.strip() for part in text.partition("="))
+        if metric in total:
+            raise ConfigError(f"--limit: {metric} is given twice; expected one METRIC=VALUE for each metric")
+        try:
+            total[metric] = float(value)
+        except ValueError:
+            raise ConfigError(f"--limit: expected METRIC=VALUE such as k3=0.015, found {text!r}") from None
+    return total

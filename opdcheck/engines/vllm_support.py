@@ -42,6 +42,18 @@ ENVIRONMENT = {
 }
 LOGGING_VARIABLES = ("VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_STREAM")
 
+# VLLM_* variables that say how vLLM runs and not what it computes, or that it sets itself while it does.
+_NO_NUMBERS = (
+    *LOGGING_VARIABLES,
+    "VLLM_API_KEY",
+    "VLLM_CACHE_ROOT",
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+    "VLLM_DIST_IDENT",
+    "VLLM_DO_NOT_TRACK",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+
 # vLLM arguments that this engine sets besides those of `OWN_KEYS` and `FIXED_ARGS`.
 ENGINE_SETS = {
     "generation_config": "`rollout.sampling` says how to sample",
@@ -62,7 +74,7 @@ def require() -> None:
     ConfigError: vLLM is not installed; says how to install it.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("rollout.engine is vllm, but vLLM is not installed here", hint=HOW_TO_INSTALL)
+        raise ConfigError("rollout.engine: it is vllm, but vLLM is not installed here", hint=HOW_TO_INSTALL)
 
 
 def import_vllm() -> Any:
@@ -88,6 +100,14 @@ def import_vllm() -> Any:
             hint="Its build must match this torch and Python. To install it again:\n" + HOW_TO_INSTALL,
         ) from error
     return vllm
+
+
+def number_variables() -> dict[str, str]:
+    """The VLLM_* variables that vLLM's numbers may depend on, as it will find them: ours, the user's in their place."""
+    variables = {**ENVIRONMENT, **os.environ}
+    return {
+        name: value for name, value in sorted(variables.items()) if name.startswith("VLLM_") and name not in _NO_NUMBERS
+    }
 
 
 def user_wants_logs() -> bool:

@@ -29,7 +29,7 @@ def _after_reject(report: Report) -> list[str]:
     largest = largest_source(report)
     if largest is None:
         return [*steps, "`opdcheck admit --sources` says which part of the configuration is to blame."]
-    total = report.measurement.metrics["tv"].mean
+    total = report.measurement.sources_total
     share = f" ({percent(largest.tv / total)} of the total tv)" if total > 0 else ""
     steps.append(f"The largest source is {largest.source}{share}. {_remedy(largest, report)}")
     return steps
@@ -78,8 +78,11 @@ def _after_inconclusive(report: Report) -> list[str]:
             "Measure the candidate as it would run: a GPU engine that has these kernels, or `engine: transformers`, "
             "which simulates every part."
         )
-    if "clipped" in codes:
-        steps.append("Look at the prompts with the largest mean in the JSON report: a few of them are far off.")
+    if codes & {"clipped", "heavy_tailed"}:
+        steps.append(
+            "Look at the prompts with the largest mean: a few of them are far off. The JSON report has them in "
+            "`prompt_values`, and their rows in the prompt file in `prompt_rows`."
+        )
     if "lower_bound" in codes:
         steps.append("Ask the engine for more log-probabilities per token: `rollout.logprobs`.")
     if "source_unmeasured" in codes:
@@ -88,9 +91,8 @@ def _after_inconclusive(report: Report) -> list[str]:
         steps.append("Use a budget without limits that cannot be measured yet.")
     if "heavy_tailed" in codes:
         steps.append(
-            "Look at the prompts with the largest mean in the JSON report: they alone keep the candidate out. More "
-            "prompts (`workload.num_prompts` and `decision.max_prompts`) decide if such prompts are rarer than 1 %; "
-            "`limits.tails` in the budget says how far off single tokens may be."
+            "More prompts (`workload.num_prompts` and `decision.max_prompts`) admit if prompts like these are rarer "
+            "than 1 %; `limits.tails` in the budget says how far off single tokens may be."
         )
     if "other_total" in codes and "total" not in codes:
         steps.append(

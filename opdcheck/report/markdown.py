@@ -86,14 +86,18 @@ def _next(report: Report) -> Iterator[str]:
 
 
 def _sources(report: Report) -> Iterator[str]:
-    table = source_rows(report)
-    if table:
+    table, notes = source_rows(report), report.measurement.sources_notes
+    if table or notes:
         yield "### Sources, each alone, on the same tokens"
         yield ""
         rows = [
             (escape(name), number(tv), percent(share), how, escape(detail)) for name, tv, share, how, detail in table
         ]
-        yield from _table(("source", "tv", "share", "how", ""), rows, numeric=(1, 2))
+        if rows:
+            yield from _table(("source", "tv", "share", "how", ""), rows, numeric=(1, 2))
+        yield from (f"- {escape(note)}" for note in notes)
+        if notes:
+            yield ""
 
 
 def _metrics(report: Report) -> Iterator[str]:

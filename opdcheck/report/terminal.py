@@ -151,8 +151,8 @@ def _span(one: PositionBin) -> str:
 
 
 def _sources(page: Page, report: Report) -> Iterator[RenderableType]:
-    table = source_rows(report)
-    if not table:
+    table, notes = source_rows(report), report.measurement.sources_notes
+    if not table and not notes:
         return
     yield Text("")
     yield from page.heading("Sources", "each alone, on the same tokens, in tv")
@@ -161,14 +161,19 @@ def _sources(page: Page, report: Report) -> Iterator[RenderableType]:
         for name, tv, share, how, detail in table
     ]
     yield from page.rows(rows, numeric=(1, 2))
+    for note in notes:
+        yield from page.paragraph(note)
 
 
 def source_rows(report: Report) -> list[tuple[str, float, float, str, str]]:
-    """(source, tv, share of the total tv, real or simulated, detail): the floor, each source, the rest, the total."""
+    """(source, tv, share of the total tv, real or simulated, detail): the floor, each source, the rest, the total.
+
+    All of them over the same prompts, which are the first of those measured where memory did not hold all.
+    """
     measurement, floor = report.measurement, report.budget.floor
     if not measurement.sources:
         return []
-    total = measurement.metrics["tv"].mean
+    total = measurement.sources_total
     rows = [(share.source, share.tv, share.how, share.detail) for share in measurement.sources]
     named = [row[0] for row in rows]
     if floor is not None and "tv" in floor.kernel and "kernel" not in named:
@@ -178,8 +183,17 @@ def source_rows(report: Report) -> list[tuple[str, float, float, str, str]]:
         # Total variations need not add up: errors of two sources can cancel, and they can be the same errors.
         why = "the sources overlap" if measurement.left_over < 0 else "interaction, or not reproduced alone"
         ordered_rows.append(("left over", measurement.left_over, "", why))
-    ordered_rows.append(("total", total, "", ""))
+    ordered_rows.append(("total", total, "", _split_on(measurement)))
     return [(name, tv, tv / total if total > 0 else 0.0, how, detail) for name, tv, how, detail in ordered_rows]
+
+
+def _split_on(measurement: Measurement) -> str:
+    """What the shares and their total are of, where memory did not hold all prompts."""
+    split, prompts = measurement.sources_prompts, measurement.prompts
+    if split is None or split >= prompts:
+        return ""
+    whole = number(measurement.metrics["tv"].mean)
+    return f"of the first {plural(split, 'prompt')} measured, as the sources; {whole} of all {prompts}"
 
 
 def _provenance(page: Page, measurement: Measurement) -> Iterator[RenderableType]:

@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+from opdcheck.rollouts import Prompt
+from opdcheck.session import in_random_order
+
 NOISE = "noise: {weights: 0.5}"
 
 
@@ -191,7 +194,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(project):
     with project.monkeypatch.context() as patch:
         patch.setattr(measure, "measure_round", lambda *a: measured.append([p.index for p in a[1]]) or real(*a))
         assert project.admit(candidate, "--min-prompts", "8")[0].code == 1
-    assert measured[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    drawn = [prompt.index for prompt in in_random_order([Prompt(row, []) for row in range(24)], seed=0)]
+    assert measured[:2] == [drawn[:4], drawn[4:8]]
 
 
 @pytest.mark.slow
