@@ -79,6 +79,78 @@ def test_too_few_prompts_are_inconclusive(project):
     assert report["verdict"]["decision"] == "inconclusive"
 
 
+SOON = ("--alpha", "0.5")
+"""Decides on fewer than the 24 prompts that there are."""
+
+
+def limit(project, **limits):
+    """Changes the budget's limits."""
+    from opdcheck.budget import load_budget, write_budget
+
+    file = project.folder / "budget.yaml"
+    budget = load_budget(file)
+    write_budget(file, budget.model_copy(update={"limits": budget.limits.model_copy(update=limits), "floor": None}))
+
+
+def test_a_second_limited_metric_is_measured_until_it_is_decided(project):
+    candidate = project.candidate("near", "noise: {weights: 0.05}")
+    found = project.admit(candidate, "--min-prompts", "24", "--fresh")[1]["measurement"]["metrics"]
+    k3, tv = found["k3"]["mean"], found["tv"]["mean"]
+    limit(project, total={"k3": 100 * k3})
+    assert project.admit(candidate, *SOON)[1]["measurement"]["prompts"] < 24
+    limit(project, total={"k3": 100 * k3, "tv": tv})
+    ran, report = project.admit(candidate, *SOON, "--metric", "k3")
+    assert (ran.code, report["measurement"]["prompts"]) == (3, 24)
+    [reason] = [reason for reason in report["verdict"]["reasons"] if reason["effect"] == "inconclusive"]
+    assert reason["code"] == "other_total"
+
+
+def test_a_limited_source_is_split_on_more_prompts_until_it_is_decided(project):
+    candidate = project.candidate("near", "noise: {weights: 0.05}")
+    k3 = project.admit(candidate, "--min-prompts", "24", "--fresh")[1]["measurement"]["metrics"]["k3"]["mean"]
+    limit(project, total={"k3": 100 * k3}, per_source={"noise": {"k3": 50 * k3}})
+    ran, report = project.admit(candidate, *SOON)
+    few = report["measurement"]["prompts"]
+    assert (ran.code, few < 24, report["measurement"]["sources_prompts"]) == (0, True, few)
+    limit(project, total={"k3": 100 * k3}, per_source={"noise": {"k3": k3}})
+    ran, report = project.admit(candidate, *SOON)
+    assert ran.code == 3
+    assert report["measurement"]["prompts"] == report["measurement"]["sources_prompts"] == 24
+    assert len(report["measurement"]["sources"][0]["prompt_values"]) == 24
+
+
+def test_prompts_are_measured_in_a_random_order_and_found_again(project):
+    measured = project.admit(project.candidate("clean"), "--min-prompts", "24")[1]["measurement"]
+    drawn = in_random_order([Prompt(row, []) for row in range(24)], seed=0)
+    assert measured["prompt_rows"] == [prompt.index for prompt in drawn]
+
+
+@pytest.mark.parametrize("command", [["admit"], ["budget", "verify"]])
+def test_without_vllm_the_first_thing_said_is_how_to_install_it(project, command):
+    """And not that the budget was made with another engine."""
+    import importlib.util
+
+    find = importlib.util.find_spec
+    project.monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    candidate = project.candidate("vllm", **{"engine: transformers": "engine: vllm"})
+    ran = project.run(*command, candidate)
+    assert ran.code == 2
+    assert "vllm.yaml:3: rollout.engine: it is vllm, but vLLM is not installed here" in ran.err
+    assert "pip install" in ran.err
+
+
+def test_a_stale_checkpoint_of_another_shape_is_pointed_at(project):
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config = AutoConfig.from_pretrained(project.student)
+    config.intermediate_size = 64
+    LlamaForCausalLM(config).save_pretrained(project.folder / "stale")
+    ran, _ = project.admit(project.candidate("stale", "staleness:\n  checkpoint: ./stale"))
+    assert ran.code == 2, ran.err
+    assert ran.err.splitlines()[-1].startswith("error: ")
+    assert "stale.yaml:6: rollout.staleness.checkpoint: ./stale has model.layers.0" in ran.err
+
+
 def test_the_second_run_answers_from_the_cache(project):
     candidate = project.candidate("noisy", NOISE)
     first = project.admit(candidate)[1]
@@ -129,6 +201,9 @@ def test_a_candidate_without_a_budget_has_no_verdict(project):
         ("kv_cache_dtype: fp9", 5, "fp8"),
         ("quantization: FP8_DYNAMICS", 5, "FP8_DYNAMIC"),
         ("quantization: {scheme: W4A16, group_size: 96}", 5, "group"),
+        ("quantization: {scheme: W8A8, ignore: ['re:(']}", 5, "not a regular expression"),
+        ("quantization: {config_groups: {g: {targets: [Linear], weights: {num_bits: 1}}}}", 5, "at least 2"),
+        ("quantization: {config_groups: {g: {targets: [Linear]}}}", 5, "quantizes nothing"),
         ("kv_cache_dtype: fp8\nkv_cache_dtype_skip_layers: [7]", 6, "layer"),
         ("noise: {weights: -1}", 5, "weights"),
         ("engine_args: {enforce_eager: true}", 5, "vllm"),

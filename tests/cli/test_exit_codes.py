@@ -1,0 +1,148 @@
+"""Exit codes of real processes: 1 comes from a reject and from nothing else, and a broken pipe is quiet."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from opdcheck.budget import write_budget
+
+
+def run(script: str, *arguments: str, **options):
+    """Runs `opdcheck ARGUMENTS` in a process where `script` has been executed first."""
+    code = f"import sys\nfrom opdcheck import admission, cli\n{script}\nsys.argv[0] = 'opdcheck'\ncli.main()"
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run([sys.executable, "-c", code, *arguments], text=True, check=False, **(streams | options))
+
+
+def admit_that(does: str, *arguments: str, **options):
+    """Runs `opdcheck admit` with a measurement that does something else."""
+    script = f"def admit(*_, **__):\n    {does}\nadmission.admit = admit"
+    return run(script, "admit", "candidate.yaml", *arguments, **options)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPDCHECK_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def closed_pipe():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["admit", "--help"], ["budget", "--help"]])
+def test_help_and_version_exit_0(arguments):
+    done = run("", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["admitt"], "No such command 'admitt'"),
+        (["admit"], "Missing argument 'candidate'"),
+        (["admit", "c.yaml", "--nonsense"], "No such option: --nonsense"),
+        (["admit", "c.yaml", "--alpha", "small"], "Invalid value for '--alpha'"),
+        (["budget", "declare", "c.yaml", "--prompts", "1"], "--prompts"),
+        ([], "Usage: opdcheck"),
+    ],
+)
+def test_wrong_usage_exits_2_with_its_message(arguments, part):
+    done = run("", *arguments)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", ["raise KeyboardInterrupt", "import typer; raise typer.Abort"])
+def test_an_interruption_exits_130_and_says_what_to_do(how):
+    done = admit_that(how)
+    assert done.returncode == 130
+    assert done.stderr == "interrupted: the same command goes on where it stopped\n"
+
+
+@pytest.mark.parametrize("code", ["0", "1", "2", "3", "None", "'a message'"])
+def test_a_library_that_ends_the_process_is_a_failure(code):
+    done = admit_that(f"sys.exit({code})")
+    assert done.returncode == 4
+    assert "opdcheck failed: SystemExit" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_question_without_anybody_to_answer_is_a_failure():
+    done = admit_that("input('Run remote code? ')")
+    assert done.returncode == 4
+    assert "opdcheck failed: EOFError" in done.stderr
+
+
+@pytest.mark.parametrize("printing", ["print('x' * 10**6)", "print('x')", "import typer; typer.echo('x')"])
+def test_a_broken_pipe_is_a_quiet_failure(closed_pipe, printing):
+    """`opdcheck admit ... | head`: also what is still buffered as Python ends leaves no traceback."""
+    done = admit_that(f"{printing}; import typer; raise typer.Exit", stdout=closed_pipe)
+    assert done.returncode == 4
+    assert done.stderr == "error: the result could not be written: [Errno 32] Broken pipe. This is not a verdict.\n"
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["budget", "show", "budget.yaml"]])
+def test_a_broken_pipe_under_real_commands(tmp_path, closed_pipe, arguments):
+    from samples import budget
+
+    write_budget(tmp_path / "budget.yaml", budget())
+    done = run("", *arguments, stdout=closed_pipe, cwd=tmp_path)
+    assert done.returncode == 4
+    assert done.stderr.count("\n") == 1
+    assert "could not be written" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_a_failure():
+    with open("/dev/full", "w") as full:
+        done = run("", "schema", stdout=full)
+    assert done.returncode == 4
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ALPHA", "small"), ("ALPHA", "2"), ("METRIC", "k4"), ("MAX_PROMPTS", "1"), ("OBSERVE", "perhaps")],
+)
+def test_a_wrong_variable_is_reported_under_its_own_name(project, variable, value):
+    project.monkeypatch.setenv(f"OPDCHECK_{variable}", value)
+    ran = project.run("admit", project.candidate("clean"))
+    assert ran.code == 2
+    assert ran.err.splitlines()[-1].startswith(f"error: OPDCHECK_{variable}: ")
+    assert "--" not in ran.err
+
+
+def test_a_flag_wins_over_a_variable_and_is_then_the_one_to_blame(project):
+    project.monkeypatch.setenv("OPDCHECK_ALPHA", "0.1")
+    ran = project.run("admit", project.candidate("clean"), "--alpha", "2")
+    assert ran.err.startswith("error: --alpha: ")
+
+
+def test_verify_takes_the_budget_from_the_variable(project):
+    candidate = project.candidate("none", **{"budget: budget.yaml": ""})
+    assert project.run("budget", "verify", candidate).code == 3
+    project.monkeypatch.setenv("OPDCHECK_BUDGET", str(project.folder / "budget.yaml"))
+    ran = project.run("budget", "verify", candidate)
+    assert (ran.code, "VALID here" in ran.out) == (0, True)
+    project.monkeypatch.setenv("OPDCHECK_BUDGET", "nowhere.yaml")
+    ran = project.run("budget", "verify", candidate)
+    assert (ran.code, ran.err.startswith("error: OPDCHECK_BUDGET: no such file")) == (2, True)
+
+
+def test_observe_also_forgives_that_there_is_no_valid_budget(project):
+    candidate = project.candidate("none", **{"budget: budget.yaml": ""})
+    ran, report = project.admit(candidate, "--observe")
+    assert (ran.code, report, ran.out) == (0, {}, "")
+    assert "no verdict: " in ran.err
+    assert "names no budget" in ran.err
+    assert "--observe: exit code 0 all the same; without it this run would not start (exit code 3)." in ran.err
+    assert project.admit(candidate)[0].code == 3
