@@ -38,16 +38,18 @@ def measured(smollm2: Path, *, tokens: int = 64, **rollout: object) -> Summary:
 
 
 def test_the_student_against_itself_in_the_same_shapes_is_exactly_zero(smollm2):
+    """The engine decodes the same requests twice: the same tokens, and not a bit of difference in the states."""
     with Session(candidate(smollm2, engine="transformers"), EXAMPLES) as session:
-        rollouts = measure_round(session, session.prompts[:4]).rollouts
-        hidden = session.trainer_hidden(rollouts)
-        again = session.trainer_hidden(rollouts)
+        requests = session.requests(session.prompts[:4])
+        one, other = session.engine.generate(requests), session.engine.generate(requests)
+        assert [first.token_ids.tolist() for first in one] == [second.token_ids.tolist() for second in other]
+        hidden = [[rollout.final_hidden for rollout in run] for run in (one, other)]
         sampling = session.candidate.rollout.sampling
-        for mismatch in session.scorer.compare(rollouts, hidden, again, session.trainer.logits, sampling):
+        for mismatch in session.scorer.compare(one, *hidden, session.engine.logits, sampling):
             assert mismatch.tv.max() == 0
             assert mismatch.kl.max() == 0
         # Another batch shape is another order of additions in BF16: above zero, and what a floor is for.
-        null = trainer_null(session, rollouts)
+        null = trainer_null(session, one)
         assert 0 < null.metrics["tv"].mean < 0.1
 
 

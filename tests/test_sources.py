@@ -10,7 +10,7 @@ from opdcheck.mismatch.aggregate import summarize
 from opdcheck.perturb.policy import active_parts, build_policy
 from opdcheck.rounds import Round
 from opdcheck.scoring import Scorer
-from opdcheck.sources import split
+from opdcheck.sources import not_simulated, split
 
 
 def shares(student: Path, metric: str = "tv", **rollout: Any) -> Any:
@@ -26,7 +26,7 @@ def test_a_candidate_without_sources_has_no_shares(tiny_student: Path) -> None:
 
 
 def test_a_source_that_changes_nothing_is_exactly_zero(tiny_student: Path) -> None:
-    (share,) = shares(tiny_student, staleness={"checkpoint": str(tiny_student), "lag": 0})
+    (share,) = shares(tiny_student, staleness={"checkpoint": str(tiny_student), "lag": 1})
     assert (share.source, share.tv, share.kl) == ("staleness", 0.0, 0.0)
     assert share.prompt_values == [0.0, 0.0, 0.0]
 
@@ -86,3 +86,15 @@ def test_logit_noise_alone(tiny_student: Path) -> None:
     (large,) = shares(tiny_student, "kl", noise={"logits": 0.2})
     assert 0 < small.kl < 0.005
     assert large.kl == pytest.approx(4 * small.kl, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "noted"),
+    [({}, False), ({"quantization": "compressed-tensors"}, False), ({"quantization": "fp8"}, True)],
+)
+def test_online_quantization_is_noted_as_not_simulated(
+    tiny_student: Path, engine_args: dict[str, Any], noted: bool
+) -> None:
+    notes = not_simulated(candidate(tiny_student, engine="vllm", engine_args=engine_args))
+    assert bool(notes) == noted
+    assert all(note.startswith("weights: engine_args.quantization: fp8 is vLLM's online") for note in notes)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ import torch
 from opdcheck.config import Sampling
 from opdcheck.engines import vllm_support
 from opdcheck.engines.base import Provenance, RolloutEngine
-from opdcheck.engines.vllm_engine import VllmEngine, _merged, check_engine_args, check_runnable, open_vllm, require
+from opdcheck.engines.vllm_engine import (
+    VllmEngine,
+    _merged,
+    _quantized_parts,
+    check_engine_args,
+    check_runnable,
+    open_vllm,
+    require,
+)
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.rollouts import Prompt, Rollout, RolloutRequest
 
@@ -96,6 +105,14 @@ def test_what_was_left_out_survives_vllms_own_account() -> None:
     ]
     own = [Provenance("kv_cache", "real", "bfloat16"), Provenance("weights", "real", "int4")]
     assert _merged(given, own) == [given[1], given[2], own[1]]
+
+
+def test_online_quantization_is_in_vllms_own_account() -> None:
+    """`engine_args.quantization: fp8` quantizes a plain checkpoint as it is loaded; no config says how."""
+    plain = SimpleNamespace(quantization="fp8", hf_config=SimpleNamespace())
+    weights, activations = _quantized_parts(plain, False)
+    assert weights == Provenance("weights", "real", "vLLM quantization `fp8`")
+    assert (activations.part, activations.how) == ("activations", "real")
 
 
 @pytest.fixture(scope="module")

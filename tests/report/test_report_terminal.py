@@ -13,7 +13,9 @@ from samples import NormalGate, admitted, budget, inconclusive, measurement, rej
 from opdcheck.measurement import Part, SourceShare
 from opdcheck.report.advice import next_steps
 from opdcheck.report.layout import Page
-from opdcheck.report.terminal import render
+from opdcheck.report.markdown import escape, to_markdown
+from opdcheck.report.terminal import render, source_rows
+from opdcheck.stats.gate import Gate
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +189,37 @@ def test_names_from_the_user_cannot_change_the_screen(encoding):
     assert text.splitlines()[0].startswith("ADMIT  a\\x1b[2J REJECT [red]")
 
 
+def split_on_half():
+    """A reject whose sources were split on 16 of its 32 prompts, whose tv is 0.04 where all prompts' is 0.054."""
+    measured = rejected().measurement
+    tv = [*([0.04] * 16), *([0.068] * 16)]
+    changed = {"sources_prompts": 16, "prompt_values": {**measured.prompt_values, "tv": tv}}
+    return report(measured.model_copy(update=changed))
+
+
+def test_the_total_beside_the_sources_is_of_the_prompts_that_they_were_split_on():
+    shown = split_on_half()
+    rows = source_rows(shown)
+    assert rows[-1][:3] == ("total", pytest.approx(0.04), pytest.approx(1))
+    assert rows[-1][4] == "of the first 16 prompts measured, as the sources; 0.0539 of all 32"
+    assert {row[0]: row[2] for row in rows}["kv_cache"] == pytest.approx(0.0412 / 0.04)
+    assert "of the first 16 prompts measured" in " ".join(printed(shown).split())
+    assert "of the first 16 prompts measured" in to_markdown(shown)
+    assert "103 % of the total tv" in next_steps(shown)[0]
+
+
+def test_the_total_of_all_prompts_needs_no_words():
+    assert source_rows(rejected())[-1][4] == ""
+
+
+@pytest.mark.parametrize("shares", [{}, sources()])
+def test_what_the_split_leaves_out_is_said(shares):
+    note = "weights: engine_args.quantization: fp8 cannot be simulated"
+    shown = report(measurement(0.0424, **shares, sources_notes=[note]))
+    assert note in " ".join(printed(shown).split())
+    assert f"- {escape(note)}\n" in to_markdown(shown)
+
+
 def test_nothing_measured_well_still_prints():
     one = measurement(float("nan"), prompts=8, by_position=[], position_trend=None, non_finite_tokens=3)
     text = printed(report(one))
@@ -286,6 +319,22 @@ class TestNextSteps:
                 "The mean is so near the limit 0.015 that more prompts will hardly decide; a configuration with less mismatch will."
             ]
         )
+
+    def test_clipped_prompts_are_to_be_looked_at(self):
+        values = [0.0001] * 256
+        values[::60] = [0.08] * 5
+        measured = measurement(0.0017, prompts=256)
+        changed = {"prompt_values": {**measured.prompt_values, "k3": values}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("opdcheck.verdict.Gate", Gate)
+            look, more = next_steps(report(measured.model_copy(update=changed)))
+        assert "`prompt_rows`" in look
+        assert "rarer than 1 %; `limits.tails`" in more
+
+    def test_another_limited_metric_needs_more_prompts(self):
+        against = budget(limits={"total": {"k3": 0.0017, "tv": 0.05}}, floor=None)
+        (step,) = next_steps(report(measurement(0.0017, prompts=64), against=against))
+        assert step.startswith("Measure more prompts")
 
     def test_not_applied(self):
         part = Part(part="activations", how="not applied", detail="int8")
