@@ -53,12 +53,18 @@ _WrongUsage: type[BaseException] = typer.BadParameter.__mro__[2]
 
 def main() -> NoReturn:
     """Runs the command and exits with a code that means what `opdcheck.errors.ExitCode` says, whatever happens."""
-    sys.exit(_written(_run()))
+    try:
+        code = _run()
+    except BaseException as error:  # to tell of a failure can fail as well: another Ctrl-C, a stream that is closed
+        code = _failed(error)
+    sys.exit(_written(code))
 
 
 def _run() -> int:
-    """The exit code. Only a verdict may be 1, and only a verdict or an answer 0, so nothing here passes on a code that
-    Typer or a library chose."""
+    """Runs the command and gives its exit code.
+
+    Only a verdict may be 1, and only a verdict or an answer 0: no code that a library chose is passed on.
+    """
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
@@ -83,7 +89,8 @@ def _explain_usage(error: Any) -> None:
     variable = variable_of(context, parameter) if parameter is not None and context is not None else None
     if variable is not None:
         _say(f"error: {variable}: {error.message}")
-    else:
+        return
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         error.show()
 
 
@@ -93,10 +100,8 @@ def _interrupted() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, BrokenPipeError):
-        cause = cause.__cause__ or cause.__context__  # rich and Typer turn a broken pipe into SystemExit(1)
-    if cause is not None:
+    cause = error.__context__ if isinstance(error, SystemExit) else error  # rich and Typer turn it into SystemExit(1)
+    if isinstance(cause, BrokenPipeError):
         _output_lost(cause)
     else:
         _report_crash(error)
@@ -106,16 +111,22 @@ def _failed(error: BaseException) -> int:
 def _written(code: int) -> int:
     """`code`, once the result has left this process; it counts for nothing if nobody can have read it."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (OSError, ValueError) as error:
         _output_lost(error)
-        return ExitCode.FAILED
+        code = ExitCode.FAILED
+    _discard_unwritten()
     return code
 
 
 def _output_lost(error: BaseException) -> None:
-    """Says so, and lets what is still buffered go nowhere: Python would print a traceback about it as it ends."""
     _say(f"error: the result could not be written: {error}. This is not a verdict.")
+    _discard_unwritten()
+
+
+def _discard_unwritten() -> None:
+    """Lets what a closed stream still holds go nowhere: Python would complain as it ends, and exit with its own 120."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.__stdout__, sys.__stderr__):

@@ -101,6 +101,18 @@ def test_a_broken_pipe_under_real_commands(tmp_path, closed_pipe, arguments):
     assert "could not be written" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["admit"], 2), (["admit", "nowhere.yaml"], 2), (["schema"], 0), (["--nonsense"], 2)]
+)
+def test_nobody_reading_stderr_changes_nothing(closed_pipe, arguments, code):
+    done = run("", *arguments, stderr=closed_pipe)
+    assert done.returncode == code
+
+
+def test_a_crash_that_nobody_reads_about_is_a_failure(closed_pipe):
+    assert admit_that("raise RuntimeError", stdout=closed_pipe, stderr=closed_pipe).returncode == 4
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_behind_stdout_is_a_failure():
     with open("/dev/full", "w") as full:
