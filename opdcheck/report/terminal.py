@@ -219,7 +219,7 @@ def basis_rows(report: Report) -> list[tuple[str, str]]:
     versions = [f"torch {environment.torch}", f"transformers {environment.transformers}"]
     versions += [f"vllm {environment.vllm}"] if environment.vllm else []
     return [
-        ("budget", f"{budget.name}, {budget.provenance} {budget.created[:10]} ({budget.file})"),
+        ("budget", f"{budget.name}, {budget.provenance} {(budget.created or 'undated')[:10]} ({budget.file})"),
         ("student", f"{report.student.name}, trainer in {environment.trainer_dtype}"),
         ("environment", f"{environment.device}, {', '.join(versions)}"),
         ("measured", f"{report.created} by opdcheck {report.opdcheck_version} in {number(report.seconds)} s"),
