@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--candidate", type=Path, default=Path("examples/smollm2/bf16.yaml"))
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare is not None:
         bare(options.candidate, options.bare)
@@ -35,10 +35,10 @@ def main() -> int:
     admit(options.candidate)  # warms fingerprints, the page cache and compiled files
     admitted, by_hand = [], []
     for _ in range(options.repeat):
-        seconds, prompts = admit(options.candidate)
+        seconds, rows = admit(options.candidate)
         admitted.append(seconds)
-        by_hand.append(timed([sys.executable, __file__, "--candidate", options.candidate, "--bare", prompts]))
-        print(f"admit {admitted[-1]:6.1f} s   bare {by_hand[-1]:6.1f} s   {prompts} prompts", flush=True)
+        by_hand.append(timed([sys.executable, __file__, "--candidate", options.candidate, "--bare", rows]))
+        print(f"admit {admitted[-1]:6.1f} s   bare {by_hand[-1]:6.1f} s   {len(rows)} prompts", flush=True)
     ratio = min(admitted) / min(by_hand)
     print(f"ratio of the best: {ratio:.2f} ({'within' if ratio <= LIMIT else 'ABOVE'} {LIMIT})")
     return int(ratio > LIMIT)
@@ -50,14 +50,15 @@ def timed(command: list[object]) -> float:
     return time.perf_counter() - start
 
 
-def admit(candidate: Path) -> tuple[float, int]:
+def admit(candidate: Path) -> tuple[float, list[int]]:
+    """Seconds, and which rows of the prompt file were measured."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         seconds = timed([sys.executable, "-m", "opdcheck", "admit", candidate, "--fresh", "--json", report])
-        return seconds, json.loads(report.read_text())["measurement"]["prompts"]
+        return seconds, json.loads(report.read_text())["measurement"]["prompt_rows"]
 
 
-def bare(candidate_file: Path, prompts: int) -> None:
+def bare(candidate_file: Path, measured: list[int]) -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CONFIGURE_LOGGING="0")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,10 +70,10 @@ def bare(candidate_file: Path, prompts: int) -> None:
     candidate, base = located.value, located.path.parent
     student = str(resolve(candidate.student.path, base))
     tokenizer = AutoTokenizer.from_pretrained(student)
-    rows = resolve(candidate.workload.prompts, base).read_text().splitlines()[:prompts]
+    lines = resolve(candidate.workload.prompts, base).read_text().splitlines()
     ids = [
-        tokenizer.apply_chat_template(json.loads(row)["messages"], add_generation_prompt=True, return_dict=False)
-        for row in rows
+        tokenizer.apply_chat_template(json.loads(lines[row])["messages"], add_generation_prompt=True, return_dict=False)
+        for row in measured
     ]
     llm = LLM(student, dtype=candidate.rollout.dtype, **candidate.rollout.engine_args)
     length = candidate.workload.max_completion_length
