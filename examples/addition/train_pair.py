@@ -1,14 +1,15 @@
 """Trains the teacher and the student of the addition pair, and writes their prompts.
 
-    python train_pair.py            # about five minutes on two cores; writes teacher/, student/, train.jsonl, held_out.jsonl
+    python train_pair.py   # three minutes on two cores; writes teacher/, student/, train.jsonl, held_out.jsonl
 
 The task is column addition, written out from the last column to the first with its carry:
 
     437+185=7+5+0=12;8+3+1=12;4+1+1=06;0622
 
-Either digit of a column may come first, so that a policy has something to choose. Both models are Llama-shaped (so Transformers and vLLM load them), with one token per character. The teacher is trained
-until it hardly errs; the student is smaller and is stopped early, so that there is something left to distil. Training
-here is supervised, on random sums: `opdcheck calibrate` does the on-policy part.
+Either digit of a column may come first, so that a policy has something to choose. Both models are Llama-shaped (so
+Transformers and vLLM load them), with one token per character. The teacher is trained until it hardly errs; the student
+is smaller and is stopped early, so that there is something left to distil. Training here is supervised, on random sums:
+`opdcheck calibrate` does the on-policy part.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def train(name: str, steps: int, seed: int) -> LlamaForCausalLM:
         schedule.step()
         optimizer.zero_grad()
         if (step + 1) % 200 == 0 or step + 1 == steps:
-            print(f"{name}: step {step + 1}/{steps}, loss {loss.item():.4f}", flush=True)
+            print(f"{name}: step {step + 1}/{steps}, loss {loss.item():.4f}", flush=True)  # noqa: T201
     return model.eval()
 
 
@@ -110,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--teacher-steps", type=int, default=700)
-    parser.add_argument("--student-steps", type=int, default=300)
+    parser.add_argument("--student-steps", type=int, default=380)
     arguments = parser.parse_args()
     write_prompts(arguments.out / "train.jsonl", 1024, seed=1)
     write_prompts(arguments.out / "held_out.jsonl", 512, seed=2)

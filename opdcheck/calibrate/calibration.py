@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from opdcheck.budget import Budget, Floor, Limits
 from opdcheck.calibrate.ahead import with_steps_taken
 from opdcheck.calibrate.file import Calibration, load_calibration
 from opdcheck.calibrate.fit import LevelLosses, calibrate_limits
-from opdcheck.calibrate.ladder import Level, as_candidate, levels, unperturbed
 from opdcheck.calibrate.laboratory import Laboratory
+from opdcheck.calibrate.ladder import Level, as_candidate, levels, unperturbed
 from opdcheck.calibrate.records import BudgetMethod, CalibrationFit, Evidence, Fitted
 from opdcheck.calibrate.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
 from opdcheck.config import resolve
@@ -26,6 +27,7 @@ from opdcheck.progress import Progress, Silent
 from opdcheck.yamlfile import Located
 
 FLOOR_PROMPTS = 16
+WAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,21 @@ def plan(calibration_file: str | Path) -> Plan:
 
 
 class Calibrator:
-    """One calibration: its levels, seeds, finished work and what they say."""
+    """One calibration: its levels, seeds, finished work and what they say.
 
-    def __init__(self, located: Located[Calibration], progress: Progress) -> None:
+    Args:
+        instead_of_ladder: train under these levels and the unperturbed one, as a backtest does.
+    """
+
+    def __init__(
+        self, located: Located[Calibration], progress: Progress, *, instead_of_ladder: Sequence[Level] | None = None
+    ) -> None:
         self.located = located
         self.calibration = located.value
         self.base = located.path.parent
         self.progress = progress
-        self.levels = levels(self.calibration)
+        ladder = levels(self.calibration)
+        self.levels = ladder if instead_of_ladder is None else [ladder[0], *instead_of_ladder]
         self.store = RunStore(runs_folder(self.calibration, self.base))
         self.clean = as_candidate(self.calibration, unperturbed(self.calibration))
         progress.stage("checking models and ladder")
@@ -133,9 +142,14 @@ class Calibrator:
 
     def mismatch(self, level: Level) -> LevelMismatch:
         """The mismatch of a level, as `admit` measures it: kept, or measured now."""
-        key = content_key({**self._shared_content(), "mismatch": level.rollout.model_dump(mode="json"),
-                           "prompts_measured": self.calibration.mismatch_prompts,
-                           "method": self.calibration.method.model_dump() if level.lag else None})
+        key = content_key(
+            {
+                **self._shared_content(),
+                "mismatch": level.rollout.model_dump(mode="json"),
+                "prompts_measured": self.calibration.mismatch_prompts,
+                "method": self.calibration.method.model_dump() if level.lag else None,
+            }
+        )
         stored = self.store.load(f"mismatch-{level.slug}", key, LevelMismatch)
         if stored is not None:
             return stored
@@ -188,19 +202,33 @@ class Calibrator:
     # --- trainings ----------------------------------------------------------------------------------------------------
 
     def trainings(self) -> list[Run]:
-        """Every level with every seed, seed by seed: kept from before, or trained now."""
+        """Every level with every seed, seed by seed: kept from before, trained now, or by another process meanwhile."""
         jobs = [(level, seed) for seed in self.calibration.seeds for level in self.levels]
-        runs: list[Run] = []
         clock = _Clock(len(jobs))
-        for level, seed in jobs:
-            run = self._stored(level, seed)
+        runs: dict[tuple[str, int], Run] = {}
+        while len(runs) < len(jobs):
+            before = len(runs)
+            for level, seed in jobs:
+                if (level.name, seed) in runs:
+                    continue
+                run = self._stored(level, seed) or self._train_unless_claimed(level, seed, clock)
+                if run is not None:
+                    runs[level.name, seed] = run
+                    clock.done = len(runs)
+            if len(runs) == before:
+                self.progress.stage(f"waiting for another process: {len(jobs) - before} trainings")
+                time.sleep(WAIT_SECONDS)
+        return [runs[level.name, seed] for level, seed in jobs]
+
+    def _train_unless_claimed(self, level: Level, seed: int, clock: _Clock) -> Run | None:
+        with self.store.claimed(self._run_name(level, seed), self._run_key(level, seed)) as mine:
+            if not mine:
+                return None
+            run = self._stored(level, seed)  # another process may have finished it since
             if run is None:
                 run = self._train(level, seed, clock)
                 clock.trained(run.outcome.seconds)
-            else:
-                clock.skipped()
-            runs.append(run)
-        return runs
+            return run
 
     def _train(self, level: Level, seed: int, clock: _Clock) -> Run:
         from opdcheck.calibrate.training import train
@@ -270,21 +298,34 @@ class Calibrator:
 
     def fit(self, measured: Sequence[LevelMismatch], runs: Sequence[Run]) -> CalibrationFit:
         """The limits that the trainings support."""
-        quality = self.calibration.quality
-        loss = {(run.level, run.seed): run.outcome.loss(quality) for run in runs}
-        start = {run.seed: run.outcome.evaluations[0].kl for run in runs if run.source == "none"}
-        clean, seeds = self.levels[0].name, self.calibration.seeds
+        losses = self.losses(runs)
         found = [
             LevelLosses(
                 name=level.name,
                 source=level.source,
                 mismatch=mismatch.metrics[self.calibration.metric],
-                losses=[loss[level.name, seed] - loss[clean, seed] for seed in seeds],
+                losses=losses[level.name],
             )
             for level, mismatch in zip(self.levels[1:], measured[1:], strict=True)
         ]
-        gains = [start[seed] - loss[clean, seed] for seed in seeds]
+        gains = self._gains(runs)
         return calibrate_limits(found, gains, margin_share=self.calibration.margin, alpha=self.calibration.alpha)
+
+    def losses(self, runs: Sequence[Run]) -> dict[str, list[float]]:
+        """Quality that each level lost against the unperturbed run of the same seed, in the order of the seeds."""
+        reached = {(run.level, run.seed): run.outcome.loss(self.calibration.quality) for run in runs}
+        clean, *others = [level.name for level in self.levels]
+        return {
+            name: [reached[name, seed] - reached[clean, seed] for seed in self.calibration.seeds] for name in others
+        }
+
+    def _gains(self, runs: Sequence[Run]) -> list[float]:
+        """What each seed's unperturbed training gained."""
+        return [
+            run.outcome.evaluations[0].kl - run.outcome.loss(self.calibration.quality)
+            for run in runs
+            if run.source == "none"
+        ]
 
     def _assemble(
         self, fit: CalibrationFit, measured: Sequence[LevelMismatch], runs: Sequence[Run], floor: Floor
@@ -304,6 +345,7 @@ class Calibrator:
             ),
             limits=limits_of(fit, calibration.metric),
             floor=floor,
+            calibration=os.path.relpath(self.located.path.absolute(), resolve(calibration.budget, self.base).parent),
             fit=Fitted(
                 metric=calibration.metric,
                 quality=calibration.quality,
@@ -354,11 +396,7 @@ class _Clock:
         self._seconds: list[float] = []
 
     def trained(self, seconds: float) -> None:
-        self.done += 1
         self._seconds.append(seconds)
-
-    def skipped(self) -> None:
-        self.done += 1
 
     @property
     def seconds_left(self) -> float | None:

@@ -73,6 +73,9 @@ class Method(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """RL: completions per prompt, among which the rewards are compared."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """After the warm-up: constant, or falling to 0 at the last step."""
     max_grad_norm: Positive = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
@@ -142,7 +145,7 @@ class Calibration(Section):
     budget: str
     """Budget file to write, relative to this file."""
     runs: str | None = None
-    """Folder that finished trainings are kept in, relative to this file. Default: in the cache, by the budget's name."""
+    """Folder that finished trainings are kept in, relative to this file. Default: in the cache."""
 
 
 def load_calibration(path: Path) -> Located[Calibration]:

@@ -1,4 +1,4 @@
-"""From trainings to limits: margin, non-inferiority tests, hinge, agreement of the sources. Pure (DESIGN.md section 3)."""
+"""From trainings to limits: margin, non-inferiority tests, hinge, agreement of the sources. Pure."""
 
 from __future__ import annotations
 

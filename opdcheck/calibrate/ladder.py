@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,18 +42,17 @@ def unperturbed(calibration: Calibration) -> Level:
 def levels(calibration: Calibration) -> list[Level]:
     """The unperturbed level and then the ladder's, source by source, as the file lists them."""
     ladder, rollout = calibration.ladder, calibration.rollout
-    found = [unperturbed(calibration)]
-    for sigma in ladder.noise:
-        found.append(Level(f"noise {sigma:g}", "noise", _with(rollout, noise=Noise(weights=sigma))))
-    for sigma in ladder.logit_noise:
-        found.append(Level(f"logit noise {sigma:g}", "logit_noise", _with(rollout, noise=Noise(logits=sigma))))
-    for lag in ladder.staleness:
-        found.append(Level(f"staleness {lag}", "staleness", _with(rollout, staleness=Staleness(lag=lag))))
-    for scheme in ladder.quantization:
-        found.append(Level(scheme_label(scheme), "quantization", _with(rollout, quantization=scheme)))
-    for dtype in ladder.kv_cache_dtype:
-        found.append(Level(f"kv cache {dtype}", "kv_cache", _with(rollout, kv_cache_dtype=dtype)))
-    return found
+    return [
+        unperturbed(calibration),
+        *(Level(f"noise {x:g}", "noise", _with(rollout, noise=Noise(weights=x))) for x in ladder.noise),
+        *(
+            Level(f"logit noise {x:g}", "logit_noise", _with(rollout, noise=Noise(logits=x)))
+            for x in ladder.logit_noise
+        ),
+        *(Level(f"staleness {x:g}", "staleness", _with(rollout, staleness=Staleness(lag=x))) for x in ladder.staleness),
+        *(Level(scheme_label(x), "quantization", _with(rollout, quantization=x)) for x in ladder.quantization),
+        *(Level(f"kv cache {x}", "kv_cache", _with(rollout, kv_cache_dtype=x)) for x in ladder.kv_cache_dtype),
+    ]
 
 
 def as_candidate(calibration: Calibration, level: Level) -> Candidate:
@@ -79,7 +77,14 @@ def scheme_label(scheme: Any) -> str:
         if scheme.targets != ["Linear"]:
             shown.append(f"of {' '.join(scheme.targets)}")
         return " ".join(shown)
-    return "config " + json.dumps(scheme, sort_keys=True)[:60]
+    groups = scheme.get("config_groups", {}).values()
+    return " + ".join(dict.fromkeys(_weights_label(group.get("weights") or {}) for group in groups))
+
+
+def _weights_label(weights: dict[str, Any]) -> str:
+    """Such as `3-bit int group 32`."""
+    shown = [f"{weights.get('num_bits', 8)}-bit {weights.get('type', 'int')}", str(weights.get("strategy", "tensor"))]
+    return " ".join([*shown, *([str(weights["group_size"])] if weights.get("group_size") else [])])
 
 
 def _with(rollout: Rollout, **changes: Any) -> Rollout:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from opdcheck.calibrate.file import Method
+
 
 class MasterAdamW:
     """AdamW whose weights and moments are float32; the model holds their copies in its own dtype.
@@ -15,14 +17,10 @@ class MasterAdamW:
 
     Args:
         model: its parameters get gradients.
-        learning_rate: constant after the warm-up.
-        warmup_steps: steps over which the learning rate rises from 0, linearly.
-        max_grad_norm: gradients are scaled down to this norm.
+        method: learning rate, its warm-up and schedule, weight decay, and the norm that gradients are scaled down to.
     """
 
-    def __init__(
-        self, model: nn.Module, *, learning_rate: float, warmup_steps: int, max_grad_norm: float, weight_decay: float
-    ) -> None:
+    def __init__(self, model: nn.Module, method: Method) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         for parameter in self._parameters:
             parameter.requires_grad_(True)
@@ -30,12 +28,14 @@ class MasterAdamW:
             parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_(True)
             for parameter in self._parameters
         ]
-        self._learning_rate = learning_rate
-        self._warmup_steps = warmup_steps
-        self._max_grad_norm = max_grad_norm
+        self._method = method
         self._steps = 0
         self._adam = torch.optim.AdamW(
-            self._masters, lr=learning_rate, betas=(0.9, 0.999), weight_decay=weight_decay, foreach=False
+            self._masters,
+            lr=method.learning_rate,
+            betas=(0.9, 0.999),
+            weight_decay=method.weight_decay,
+            foreach=False,
         )
 
     def step(self) -> float:
@@ -47,11 +47,11 @@ class MasterAdamW:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.float(), None
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._method.max_grad_norm))
         if norm < float("inf"):  # false for NaN too
-            self._steps += 1
             for group in self._adam.param_groups:
-                group["lr"] = self._learning_rate * min(1.0, self._steps / max(1, self._warmup_steps))
+                group["lr"] = learning_rate(self._method, self._steps)
+            self._steps += 1
             self._adam.step()
             with torch.no_grad():
                 for master, parameter in zip(self._masters, self._parameters, strict=True):
@@ -59,3 +59,15 @@ class MasterAdamW:
                         parameter.copy_(master)
         self._adam.zero_grad(set_to_none=True)
         return norm
+
+
+def learning_rate(method: Method, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    warm = min(1.0, (step + 1) / method.warmup_steps) if method.warmup_steps else 1.0
+    if method.schedule == "constant":
+        return method.learning_rate * warm
+    left = (method.steps - step) / max(1, method.steps - method.warmup_steps)
+    return method.learning_rate * min(warm, max(0.0, left))
+
+
+__all__ = ["MasterAdamW", "learning_rate"]

@@ -68,13 +68,7 @@ class Trainer:
         self._temperature = temperature
         self._chunk_rows = max(1, chunk_bytes // (student.vocab_size * _BYTES_PER_LOGIT))
         self._batch_tokens = batch_tokens
-        self._optimizer = MasterAdamW(
-            student.model,
-            learning_rate=method.learning_rate,
-            warmup_steps=method.warmup_steps,
-            max_grad_norm=method.max_grad_norm,
-            weight_decay=method.weight_decay,
-        )
+        self._optimizer = MasterAdamW(student.model, method)
 
     def step(self, rollouts: Sequence[Rollout], advantages: Sequence[float] | None = None) -> StepStats:
         """Trains on rollouts: the loss is the mean over all their tokens.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from blake3 import blake3
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from opdcheck.budget import Floor
@@ -76,6 +78,27 @@ class RunStore:
             OSError: the folder cannot be written to, or the disk is full; nothing is half-written.
         """
         write_atomically(self._path(name, key), result.model_dump_json(indent=1) + "\n")
+
+    @contextmanager
+    def claimed(self, name: str, key: str) -> Iterator[bool]:
+        """Whether this process may do this piece of work: False while another one is at it.
+
+        So the same command in two terminals, or on two nodes with a shared folder, shares the work. The operating
+        system frees a killed process's claim.
+        """
+        path = self._path(name, key).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, blocking=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)  # before the release: whoever waits for this file finds the result instead
+            lock.release()
 
     def _path(self, name: str, key: str) -> Path:
         return self.folder / f"{name}-{key[:8]}.json"

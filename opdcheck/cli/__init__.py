@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 
 from opdcheck import __version__
-from opdcheck.cli import admit, budget, schema
+from opdcheck.cli import admit, backtest, budget, calibrate, schema
 from opdcheck.cli.variables import variable_of
 from opdcheck.errors import ExitCode, OpdcheckError
 
@@ -28,6 +28,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 admitted, 1 rejected, 2 wrong usage or file, 3 no verdict, 4 failure, 130 interrupted.",
 )
 app.command("admit")(admit.admit)
+app.command("calibrate")(calibrate.calibrate)
+app.command("backtest")(backtest.backtest)
 app.command("schema")(schema.schema)
 app.add_typer(budget.app, name="budget")
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
+from opdcheck.calibrate.records import Backtest
 from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
+from opdcheck.report.calibration import backtest_summary, facts, finding, level_rows
 from opdcheck.report.layout import Page
 from opdcheck.units import number, plural, quantity
 
@@ -45,11 +47,13 @@ class _Shown:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         page, budget = Page.of(options), self.budget
-        yield from page.heading(budget.name, f"{budget.provenance} budget of {budget.created[:10]}")
+        of = f" of {budget.created[:10]}" if budget.created else ""
+        yield from page.heading(budget.name, f"{budget.provenance} budget{of}")
         yield from page.rows(_origin(budget))
         yield ""
         yield from page.heading("Limits", "of the mean over tokens and prompts" if budget.limits.total else "")
         yield from page.rows(_limits(budget))
+        yield from _calibration(page, budget)
         yield from _floor(page, budget)
         yield ""
         yield from page.heading("Made for")
@@ -79,6 +83,37 @@ class _Verified:
         yield from _warnings(page, self.budget)
 
 
+def show_backtest(result: Backtest, console: Console) -> None:
+    """Prints every held-out configuration, by mismatch, and the summary."""
+    console.print(_Backtested(result))
+
+
+@dataclass(frozen=True)
+class _Backtested:
+    result: Backtest
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        page, result = Page.of(options), self.result
+        yield from page.heading("Backtest", f"limit {number(result.limit)}, margin {number(result.margin)} nats/token")
+        header: list[str | Text] = [
+            page.text(title, "dim") for title in ("configuration", "mismatch", "gate", "prompts", "loss", "")
+        ]
+        rows: list[list[str | Text]] = [
+            [
+                row.name,
+                number(row.mismatch),
+                row.verdict,
+                str(row.prompts),
+                number(sum(row.losses) / len(row.losses)),
+                page.text("agrees", "green") if row.agrees else page.text("DISAGREES", "bold red"),
+            ]
+            for row in sorted(result.rows, key=lambda row: row.mismatch)
+        ]
+        yield from page.rows([header, *rows], numeric=(1, 3, 4))
+        yield ""
+        yield from page.paragraph(backtest_summary(result))
+
+
 def _what_to_do(changed: list[Change]) -> str:
     declare = "Make a budget for what is there now: `opdcheck budget declare`."
     if len(changed) > 1:
@@ -94,8 +129,6 @@ def _origin(budget: Budget) -> Iterator[tuple[str, str]]:
     if budget.method:
         settings = budget.method.model_dump(exclude_none=True, exclude={"kind"})
         yield "method", ", ".join([budget.method.kind, *(f"{key} {value}" for key, value in settings.items())])
-    if budget.evidence:
-        yield "evidence", plural(len(budget.evidence), "calibration point")
 
 
 def _limits(budget: Budget) -> Iterator[tuple[str, str]]:
@@ -106,6 +139,22 @@ def _limits(budget: Budget) -> Iterator[tuple[str, str]]:
     for metric, tail in limits.tails.items():
         for name, value in tail.model_dump(exclude_none=True).items():
             yield f"tails.{metric}.{name}", number(value)
+
+
+def _calibration(page: Page, budget: Budget) -> Iterator[str | Text]:
+    """What a calibrated limit rests on: the levels, and the fit."""
+    if budget.fit is None:
+        return
+    yield ""
+    yield from page.heading("Calibration", "loss: held-out KL above the unperturbed run's, nats/token")
+    yield from page.paragraph(finding(budget))
+    header = [page.text(title, "dim") for title in ("level", "tv", "k3", "loss", "at most", "test")]
+    rows = [[row.level, row.tv, row.k3, row.loss, row.upper, row.test] for row in level_rows(budget)]
+    yield from page.rows([header, *rows], numeric=(1, 2, 3, 4))
+    yield ""
+    yield from page.rows(facts(budget))
+    if budget.backtest is not None:
+        yield from page.paragraph(backtest_summary(budget.backtest))
 
 
 def _floor(page: Page, budget: Budget) -> Iterator[str | Text]:

@@ -13,6 +13,7 @@ from opdcheck.files import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from opdcheck.budget import Budget
     from opdcheck.report.record import Report
 
 
@@ -69,3 +70,30 @@ def show(report: Report, console: Console) -> None:
     from opdcheck.report.terminal import render
 
     console.print(render(report))
+
+
+def write_calibrated(budget: Budget, out: Path) -> list[Path]:
+    """Writes a calibrated budget, and its picture and report beside it, each atomically.
+
+    Returns:
+        The files, the budget first.
+
+    Raises:
+        OpdcheckError: a file could not be written; the trainings are kept.
+    """
+    from opdcheck.budget import write_budget
+    from opdcheck.errors import OpdcheckError
+    from opdcheck.report.calibration import render_html
+    from opdcheck.report.curve import draw
+
+    picture, page = out.with_suffix(".png"), out.with_suffix(".html")
+    try:
+        write_budget(out, budget)
+        write_atomically(picture, draw(budget))
+        write_atomically(page, render_html(budget))
+    except OSError as error:
+        raise OpdcheckError(
+            f"the trainings are done, but the budget could not be written: {error}",
+            hint="Finished trainings are kept: make room, and run the same command again.",
+        ) from error
+    return [out, picture, page]

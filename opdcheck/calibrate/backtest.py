@@ -1,0 +1,142 @@
+"""`backtest`: does the gate say what a full training shows, on configurations that the calibration never saw?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opdcheck.admission import admit
+from opdcheck.budget import Budget, load_budget
+from opdcheck.calibrate.calibration import Calibrator
+from opdcheck.calibrate.file import Calibration, load_calibration
+from opdcheck.calibrate.ladder import Level
+from opdcheck.calibrate.records import Backtest, BacktestRow, Fitted
+from opdcheck.config import Candidate, load_candidate, resolve
+from opdcheck.errors import ConfigError
+from opdcheck.progress import Progress, Silent
+from opdcheck.report.record import Report
+from opdcheck.yamlfile import Located
+
+DEFAULT_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """One configuration file, read and checked."""
+
+    path: Path
+    candidate: Candidate
+
+
+def backtest(
+    budget_file: str | Path,
+    configs: str | Path,
+    *,
+    seeds: int = DEFAULT_SEEDS,
+    calibration_file: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Backtest:
+    """Asks the gate about every configuration of a folder, and trains fully under each.
+
+    Args:
+        budget_file: a calibrated budget.
+        configs: folder of candidate files (`*.yaml`).
+        seeds: trainings per configuration; other seeds than the calibration's.
+        calibration_file: default: the one that the budget names.
+
+    Raises:
+        ConfigError: the budget was declared, the folder holds no candidates, or one of them is for another student,
+            teacher or workload than the calibration's.
+        EngineError: a measurement or a training failed; finished ones are kept.
+    """
+    progress = progress or Silent()
+    budget_path = Path(budget_file)
+    budget = load_budget(budget_path)
+    fit = _fit_of(budget, budget_path)
+    located = load_calibration(_calibration_path(budget, budget_path, calibration_file))
+    held_out = _load_configs(Path(configs), budget_path)
+    fresh = _with_other_seeds(located, seeds)
+    levels = [Level(one.path.stem, "mixture", one.candidate.rollout) for one in held_out]
+    calibrator = Calibrator(fresh, progress, instead_of_ladder=levels)
+    _check_same_subject(held_out, located)
+    reports = [_ask(one, budget_path, progress) for one in held_out]
+    losses = calibrator.losses(calibrator.trainings())
+    method = located.value.method
+    rollouts_per_training = method.batch_size * method.steps
+    rows = [_row(one, report, losses[one.path.stem], fit) for one, report in zip(held_out, reports, strict=True)]
+    asked = sum(report.measurement.completions for report in reports)
+    stepped = sum(level.lag * method.batch_size for level in levels)
+    return Backtest(
+        limit=budget.limits.total[fit.metric],
+        margin=fit.total.margin,
+        seeds=fresh.value.seeds,
+        gate_share=(asked + stepped) / (rollouts_per_training * seeds * len(levels)),
+        rows=rows,
+    )
+
+
+def _row(held_out: _HeldOut, report: Report, losses: Sequence[float], fit: Fitted) -> BacktestRow:
+    return BacktestRow(
+        name=held_out.path.stem,
+        rollout=held_out.candidate.rollout.model_dump(mode="json", exclude_defaults=True),
+        mismatch=report.measurement.metrics[fit.metric].mean,
+        verdict=report.verdict.decision,
+        prompts=report.measurement.prompts,
+        losses=list(losses),
+        harmful=math.fsum(losses) / len(losses) > fit.total.margin,
+    )
+
+
+def _ask(held_out: _HeldOut, budget: Path, progress: Progress) -> Report:
+    progress.stage(f"asking the gate: {held_out.path.name}")
+    return admit(held_out.path, overrides={"budget": budget}, split=False, progress=progress)
+
+
+def _fit_of(budget: Budget, path: Path) -> Fitted:
+    if budget.fit is None:
+        raise ConfigError(
+            f"{path}: budget {budget.name} was declared, so there are no trainings to test it against",
+            hint="`opdcheck calibrate` makes a budget that can be backtested.",
+        )
+    return budget.fit
+
+
+def _calibration_path(budget: Budget, budget_path: Path, given: str | Path | None) -> Path:
+    if given is not None:
+        return Path(given)
+    if budget.calibration is None:
+        raise ConfigError(f"{budget_path}: the budget names no calibration file", hint="Pass --calibration.")
+    return resolve(budget.calibration, budget_path.parent)
+
+
+def _load_configs(folder: Path, budget: Path) -> list[_HeldOut]:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: expected a folder of candidate files")
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    if not files:
+        raise ConfigError(f"{folder}: no candidate files (*.yaml) in this folder")
+    return [_HeldOut(file, load_candidate(file, {"budget": budget}).value) for file in files]
+
+
+def _with_other_seeds(located: Located[Calibration], count: int) -> Located[Calibration]:
+    """Seeds that no training of the calibration had."""
+    first = max(located.value.seeds) + 1
+    return located.replace(located.value.model_copy(update={"seeds": list(range(first, first + count))}))
+
+
+def _check_same_subject(held_out: Sequence[_HeldOut], located: Located[Calibration]) -> None:
+    calibration, base = located.value, located.path.parent
+    for one in held_out:
+        folder = one.path.parent
+        for key, ours, theirs in (
+            ("student.path", calibration.student.path, one.candidate.student.path),
+            ("teacher.path", calibration.teacher.path, one.candidate.teacher.path if one.candidate.teacher else None),
+            ("workload.prompts", calibration.workload.prompts, one.candidate.workload.prompts),
+        ):
+            if theirs is None or resolve(ours, base) != resolve(theirs, folder):
+                raise ConfigError(f"{one.path}: {key}: expected the calibration's, {resolve(ours, base)}")
+
+
+__all__ = ["backtest"]

@@ -1,0 +1,34 @@
+"""`opdcheck backtest`: parse, call, print, exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def backtest(
+    budget: Annotated[Path, typer.Argument(help="Calibrated budget file (YAML).", show_default=False)],
+    configs: Annotated[Path, typer.Argument(help="Folder of candidate files.", show_default=False)],
+    seeds: Annotated[int, typer.Option(min=2, help="Trainings per configuration; other seeds than before.")] = 5,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Calibration file; default: the one that the budget names.")
+    ] = None,
+    store: Annotated[bool, typer.Option("--store", help="Write the result into the budget file.")] = False,
+) -> None:
+    """Compare the gate's verdicts with full trainings, on configurations that the calibration never saw."""
+    from opdcheck.budget import load_budget, write_budget
+    from opdcheck.calibrate.backtest import backtest as run
+    from opdcheck.cli import output
+    from opdcheck.cli.budget_show import show_backtest
+    from opdcheck.cli.console import TerminalProgress, log_console, result_console
+
+    if store:
+        output.check_writable(None, None, out=budget)
+    with TerminalProgress(log_console()) as progress:
+        result = run(budget, configs, seeds=seeds, calibration_file=calibration, progress=progress)
+    if store:
+        write_budget(budget, load_budget(budget).model_copy(update={"backtest": result}))
+        typer.echo(f"stored in {budget}", err=True)
+    show_backtest(result, result_console())

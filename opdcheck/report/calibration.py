@@ -1,0 +1,159 @@
+"""A calibrated budget for people: what was found, in one sentence, as a table, and as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opdcheck.budget import Budget
+from opdcheck.calibrate.records import Backtest, Fitted
+from opdcheck.report.curve import draw, losses
+from opdcheck.units import number, percent, plural, quantity
+
+NEAR = 0.25
+"""A configuration within this share of the limit may go either way."""
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """One level as a report shows it."""
+
+    level: str
+    source: str
+    tv: str
+    k3: str
+    loss: str
+    upper: str
+    test: str
+    accuracy: str
+
+
+def finding(budget: Budget) -> str:
+    """The limit and where it comes from, as a sentence.
+
+    Raises:
+        ValueError: the budget was not calibrated.
+    """
+    fit = _fit(budget)
+    total, limit = fit.total, budget.limits.total.get(fit.metric)
+    shown = quantity(fit.metric, limit or 0.0)
+    if total.censored:
+        return f"Limit {fit.metric} {shown}, censored: no level lost more than the margin, so the true limit is higher."
+    why = (
+        "the last level that passed its test"
+        if limit == total.certified
+        else f"the lower bound of the mismatch at which the loss reaches the margin (last level passed: "
+        f"{number(total.certified or 0.0)})"
+    )
+    return f"Limit {fit.metric} {shown}: {why}."
+
+
+def level_rows(budget: Budget) -> list[LevelRow]:
+    """Every level, by rising mismatch; the unperturbed one first.
+
+    Raises:
+        ValueError: the budget was not calibrated.
+    """
+    fit = _fit(budget)
+    tests = {test.name: test for test in fit.total.tests}
+    lost = {one.level: values for one, values in losses(budget.evidence, fit.quality)}
+    rows = []
+    for one in sorted(budget.evidence, key=lambda one: (one.source != "none", one.mismatch[fit.metric])):
+        test, values = tests.get(one.level), lost.get(one.level)
+        rows.append(
+            LevelRow(
+                level=one.level,
+                source=one.source.replace("_", " "),
+                tv=number(one.mismatch["tv"]),
+                k3=number(one.mismatch["k3"]),
+                loss="" if values is None else number(sum(values) / len(values)),
+                upper="" if test is None else number(test.upper),
+                test="" if test is None else "passed" if test.passed else "failed",
+                accuracy="" if one.accuracy is None else percent(sum(one.accuracy) / len(one.accuracy)),
+            )
+        )
+    return rows
+
+
+def facts(budget: Budget) -> Iterator[tuple[str, str]]:
+    """What the limit rests on, as (name, value).
+
+    Raises:
+        ValueError: the budget was not calibrated.
+    """
+    fit = _fit(budget)
+    total = fit.total
+    yield "gain", f"{number(fit.gain)} nats/token of held-out KL without mismatch (at least {number(fit.gain_lower)})"
+    yield "margin", f"{number(total.margin)} nats/token: {percent(fit.margin_share)} of that lower bound"
+    yield "certified", "no level" if total.certified is None else f"{fit.metric} {number(total.certified)}"
+    rise = f"none up to {fit.metric} {number(total.threshold)}, then {number(total.slope)} nats per unit"
+    yield "hinge", rise if total.slope > 0 else "no rise"
+    dose = "beyond the highest level" if total.benchmark_dose is None else number(total.benchmark_dose)
+    yield "benchmark dose", f"{dose}, lower bound {number(total.bmdl)}"
+    if fit.agreement_p is not None:
+        agree = "one limit serves all sources" if not fit.by_source else "the sources differ"
+        yield "sources", f"{agree} (p {number(fit.agreement_p)})"
+    for source, of_source in fit.by_source.items():
+        limit = "none certified" if of_source.limit is None else f"{fit.metric} {number(of_source.limit)}"
+        yield f"  {source.replace('_', ' ')}", limit + (", censored" if of_source.censored else "")
+
+
+def backtest_summary(backtest: Backtest) -> str:
+    """How often the gate agreed with full trainings, as sentences."""
+    rows = backtest.rows
+    agree = sum(row.agrees for row in rows)
+    false_admits = sum(row.verdict == "admit" and row.harmful for row in rows)
+    false_rejects = sum(row.verdict != "admit" and not row.harmful for row in rows)
+    far = [row for row in rows if abs(row.mismatch - backtest.limit) > NEAR * backtest.limit]
+    agree_far = sum(row.agrees for row in far)
+    return (
+        f"Backtest: {agree} of {plural(len(rows), 'held-out configuration')} agree ({percent(agree / len(rows))}); "
+        f"{agree_far} of {len(far)} outside {percent(NEAR)} of the limit. False admits {false_admits}, false rejects "
+        f"{false_rejects}. The gate used {percent(backtest.gate_share)} of the trainings' rollouts."
+    )
+
+
+def render_html(budget: Budget) -> str:
+    """A page of its own: picture, table, facts; no scripts, nothing loaded from elsewhere.
+
+    Raises:
+        ValueError: the budget was not calibrated.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    fit = _fit(budget)
+    rows = level_rows(budget)
+    svg = draw(budget, format="svg").decode()
+    seeds = len(budget.evidence[0].seeds)
+    template = Environment(loader=PackageLoader("opdcheck.report"), autoescape=True).get_template("calibration.html")
+    return template.render(
+        budget=budget,
+        trainings=seeds * len(budget.evidence),
+        seeds=seeds,
+        finding=finding(budget),
+        picture=svg[svg.index("<svg") :],
+        rows=rows,
+        accuracies=any(row.accuracy for row in rows),
+        confidence=number(100 * (1 - fit.alpha)),
+        facts=list(facts(budget)),
+        made_for=list(_made_for(budget)),
+    )
+
+
+def _made_for(budget: Budget) -> Iterator[tuple[str, str]]:
+    yield "student", f"{budget.student.name}, weights {budget.student.weights}"
+    if budget.teacher is not None:
+        yield "teacher", f"{budget.teacher.name}, weights {budget.teacher.weights}"
+    if budget.method is not None:
+        yield "method", ", ".join(f"{key} {value}" for key, value in budget.method.model_dump().items())
+    environment = budget.environment.model_dump(exclude_none=True)
+    yield "environment", ", ".join(f"{key} {value}" for key, value in environment.items())
+
+
+def _fit(budget: Budget) -> Fitted:
+    if budget.fit is None:
+        raise ValueError(f"budget {budget.name} was declared, not calibrated")
+    return budget.fit
+
+
+__all__ = ["NEAR", "LevelRow", "backtest_summary", "facts", "finding", "level_rows", "render_html"]
