@@ -15,6 +15,7 @@ from opdcheck import __version__, preflight
 from opdcheck.budget import Budget, Environment, load_budget, no_budget_named, require_valid
 from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.environment import current_environment
+from opdcheck.errors import ConfigError
 from opdcheck.fingerprint import ModelFingerprint, fingerprint_model, weights_hash
 from opdcheck.gathering import Gathering
 from opdcheck.measurement import Measurement, SourceShare
@@ -36,7 +37,7 @@ def admit(
     *,
     overrides: Mapping[str, Any] | None = None,
     flags: Mapping[str, str] | None = None,
-    sources: bool = False,
+    sources: bool | None = None,
     accept_stale: str | None = None,
     observe: bool = False,
     fresh: bool = False,
@@ -48,7 +49,8 @@ def admit(
         candidate_file: YAML file of `opdcheck.config.Candidate`.
         overrides: dotted keys of the candidate that a flag or variable sets, e.g. `{"decision.alpha": 0.1}`.
         flags: what the user wrote for an overridden key, for messages; default `--alpha` for `decision.alpha`.
-        sources: split the mismatch by source even if the candidate is admitted; a reject is always split.
+        sources: split the mismatch by source. True: also if the candidate is admitted. False: only if the budget limits
+            sources. Default: a reject is split.
         accept_stale: the one fingerprint field whose change is forgiven.
         observe: the report's exit code is 0 for reject and no verdict.
         fresh: do not read measured rounds from the cache.
@@ -71,8 +73,10 @@ def admit(
     preflight.check(located, base)
 
     judge = partial(reach, budget=budget, decision=candidate.decision, accepted=accepted, observe=observe)
-    with located.pointing(), Session(candidate, base, progress=progress) as session:
-        measurement, verdict = _measure(session, budget, subject, judge, sources=sources, fresh=fresh)
+    with located.pointing():
+        measured, measured_subject = _with_steps_taken(candidate, base, budget, subject, progress)
+        with Session(measured, base, progress=progress) as session:
+            measurement, verdict = _measure(session, budget, measured_subject, judge, sources=sources, fresh=fresh)
     return Report(
         opdcheck_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -174,13 +178,37 @@ def _load_budget(located: Located[Candidate]) -> tuple[Budget, Path]:
     return load_budget(path), path
 
 
+def _with_steps_taken(
+    candidate: Candidate, base: Path, budget: Budget, subject: Subject, progress: Progress
+) -> tuple[Candidate, Subject]:
+    """Where the candidate gives a lag and no older weights: the trainer is the student some real steps on.
+
+    Raises:
+        ConfigError: the budget has no method settings to take steps with.
+    """
+    staleness = candidate.rollout.staleness
+    if staleness is None or staleness.checkpoint is not None:
+        return candidate, subject
+    if budget.method is None:
+        raise ConfigError(
+            f"rollout.staleness.lag: budget {budget.name} was declared and has no learning rate and batch size to take "
+            f"{staleness.lag} optimizer steps with",
+            hint="Use a calibrated budget (`opdcheck calibrate`), or name older weights as "
+            "`rollout.staleness.checkpoint`.",
+        )
+    from opdcheck.calibrate.ahead import with_steps_taken
+
+    ahead = with_steps_taken(candidate, base, budget.method, progress=progress)
+    return ahead, identify(ahead, base)
+
+
 def _measure(
     session: Session,
     budget: Budget,
     subject: Subject,
     judge: Callable[[Measurement], Verdict],
     *,
-    sources: bool,
+    sources: bool | None,
     fresh: bool,
 ) -> tuple[Measurement, Verdict]:
     """Measures until every limit is decided or the prompts are used up; splits by source where that is asked for."""
@@ -190,7 +218,8 @@ def _measure(
     gathering.until_decided()
     measurement = gathering.summary()
     verdict = judge(measurement)
-    if not (sources or verdict.decision == "reject" or budget.limits.per_source):
+    wanted = sources or (sources is None and verdict.decision == "reject")
+    if not (wanted or budget.limits.per_source):
         return measurement, verdict
     while True:
         measurement = with_sources(

@@ -251,6 +251,10 @@ class Staleness(Section):
         """The older weights as a model to load; None without a checkpoint."""
         return None if self.checkpoint is None else ModelRef(path=self.checkpoint, revision=self.revision)
 
+    def describe(self) -> str:
+        """For reports."""
+        return f"weights of {self.checkpoint}" + ("" if self.lag is None else f", {self.lag} optimizer steps old")
+
 
 class Noise(Section):
     """Gaussian noise on the rollout policy."""

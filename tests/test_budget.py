@@ -15,12 +15,33 @@ OTHER = STUDENT.model_copy(update={"weights": "blake3:" + "ff" * 32})
 NEWER = ENVIRONMENT.model_copy(update={"vllm": "0.33.0", "torch": "2.14.0"})
 
 
+EVIDENCE = {
+    "level": "kv cache fp8_e5m2",
+    "source": "kv_cache",
+    "rollout": {"kv_cache_dtype": "fp8_e5m2"},
+    "mismatch": {"tv": 0.05, "k3": 0.04},
+    "seeds": [0, 1],
+    "final_kl": [0.2, 0.21],
+    "auc_kl": [0.3, 0.31],
+    "accuracy": None,
+    "k3_in_training": [0.05, 0.04],
+}
+
+
 class TestFile:
     def test_round_trip(self, tmp_path):
         full = budget(
             teacher=OTHER,
             declared_by="A Team",
-            method={"kind": "opd", "beta": 1, "temperature": 1.0, "learning_rate": 1e-5, "batch_size": 16},
+            method={
+                "kind": "opd",
+                "beta": 1,
+                "temperature": 1.0,
+                "learning_rate": 1e-5,
+                "steps": 100,
+                "batch_size": 16,
+                "max_completion_length": 512,
+            },
             limits={
                 "total": {"tv": 0.05, "k3": 0.015},
                 "per_source": {"kv_cache": {"tv": 0.03}},
@@ -28,7 +49,7 @@ class TestFile:
                 "prefix_shift": 0.02,
                 "tails": {"k3": {"p99_9": 2, "max": 30}},
             },
-            evidence=[{"configuration": {"kv_cache_dtype": "fp8"}, "metrics": {"k3": 0.04}, "quality": 0.9, "seed": 1}],
+            evidence=[EVIDENCE],
         )
         write_budget(tmp_path / "budgets" / "b.yaml", full)
         assert load_budget(tmp_path / "budgets" / "b.yaml") == full

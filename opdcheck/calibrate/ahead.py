@@ -21,6 +21,15 @@ KEPT = 4
 """Checkpoints that stay in the cache, the last used ones: each is as large as the student."""
 
 
+class StepsTaken(Staleness):
+    """Staleness that opdcheck brought about itself."""
+
+    settings: str
+
+    def describe(self) -> str:
+        return f"{self.lag} optimizer steps behind, {self.settings}"
+
+
 def with_steps_taken(candidate: Candidate, base: Path, method: Method, *, progress: Progress) -> Candidate:
     """The candidate with `lag` steps taken: its student is the trained one, its stale checkpoint the student of before.
 
@@ -39,13 +48,21 @@ def with_steps_taken(candidate: Candidate, base: Path, method: Method, *, progre
         raise ValueError("a lag and a teacher are needed")
     folder = _checkpoint(candidate, base, method, staleness.lag, progress)
     student = candidate.student
-    behind = Staleness(checkpoint=student.path, revision=student.revision, lag=staleness.lag)
+    behind = StepsTaken(
+        checkpoint=student.path, revision=student.revision, lag=staleness.lag, settings=steps_taken(method)
+    )
     return candidate.model_copy(
         update={
             "student": student.model_copy(update={"path": str(folder), "revision": None}),
             "rollout": candidate.rollout.model_copy(update={"staleness": behind}),
         }
     )
+
+
+def steps_taken(method: Method) -> str:
+    """What a lag means nothing without, for reports."""
+    loss = f"beta {method.beta:g}" if method.loss == "full" else "sampled reverse KL"
+    return f"taken by opdcheck: learning rate {method.learning_rate:g}, batch {method.batch_size}, {loss}"
 
 
 def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, progress: Progress) -> Path:
@@ -58,7 +75,7 @@ def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, prog
             "dtype": clean.student.dtype,
             "device": clean.student.device,
             "teacher": teacher and fingerprint_model(teacher, base).weights,
-            "method": method.model_dump(exclude={"steps"}),
+            "method": method.model_dump(include=set(Method.model_fields)),
             "sampling": clean.rollout.sampling.model_dump(),
             "max_completion_length": clean.workload.max_completion_length,
             "seed": clean.workload.seed,

@@ -91,7 +91,7 @@ def _row(held_out: _HeldOut, report: Report, losses: Sequence[float], fit: Fitte
 
 def _ask(held_out: _HeldOut, budget: Path, progress: Progress) -> Report:
     progress.stage(f"asking the gate: {held_out.path.name}")
-    return admit(held_out.path, overrides={"budget": budget}, split=False, progress=progress)
+    return admit(held_out.path, overrides={"budget": budget}, sources=False, progress=progress)
 
 
 def _fit_of(budget: Budget, path: Path) -> Fitted:

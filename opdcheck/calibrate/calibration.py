@@ -166,7 +166,7 @@ class Calibrator:
         if level.lag:
             candidate = with_steps_taken(candidate, self.base, self.calibration.method, progress=self.progress)
         with Session(candidate, self.base) as session:
-            prompts = session.prompts[: self.calibration.mismatch_prompts]
+            prompts = session.drawn_prompts[: self.calibration.mismatch_prompts]
             rounds = [measure_round(session, group) for group in in_rounds(prompts, 32)]
         summary = summarize_rounds(rounds, cached=False)
         return LevelMismatch(
@@ -188,7 +188,7 @@ class Calibrator:
 
         self.progress.stage("measuring the trainer against itself")
         with Session(self.clean, self.base) as session:
-            rollouts = measure_round(session, session.prompts[:FLOOR_PROMPTS]).rollouts
+            rollouts = measure_round(session, session.drawn_prompts[:FLOOR_PROMPTS]).rollouts
             null = means(trainer_null(session, rollouts))
         floor = Floor(
             kernel={name: clean.metrics[name] for name in null},

@@ -83,7 +83,7 @@ def admit(
                 candidate,
                 overrides={KEYS[name]: value for name, value in given.items() if value is not None},
                 flags=flags_of(context, KEYS),
-                sources=sources,
+                sources=True if sources else None,
                 accept_stale=accept_stale,
                 observe=observe,
                 fresh=fresh,

@@ -254,8 +254,7 @@ def _describe_part(candidate: Candidate, part: SourceName, engine: str) -> list[
     real_engine = engine == "vllm"
     kernels: How = "real" if real_engine and not rollout.simulate else "simulated"
     if part == "staleness" and rollout.staleness is not None:
-        lag = "" if rollout.staleness.lag is None else f", {rollout.staleness.lag} optimizer steps old"
-        return [Provenance(part, "real", f"weights of {rollout.staleness.checkpoint}{lag}")]
+        return [Provenance(part, "real", rollout.staleness.describe())]
     if part == "noise":
         return _describe_noise(candidate, real_engine)
     if part == "dtype":
