@@ -10,7 +10,7 @@ from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
 from opdcheck.calibrate.records import Backtest
 from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
-from opdcheck.report.calibration import backtest_summary, facts, finding, level_rows
+from opdcheck.report.calibration import backtest_summary, describe_method, facts, finding, level_rows
 from opdcheck.report.layout import Page
 from opdcheck.units import number, plural, quantity
 
@@ -127,8 +127,7 @@ def _origin(budget: Budget) -> Iterator[tuple[str, str]]:
     if budget.reason:
         yield "reason", budget.reason
     if budget.method:
-        settings = budget.method.model_dump(exclude_none=True, exclude={"kind"})
-        yield "method", ", ".join([budget.method.kind, *(f"{key} {value}" for key, value in settings.items())])
+        yield "method", describe_method(budget.method)
 
 
 def _limits(budget: Budget) -> Iterator[tuple[str, str]]:

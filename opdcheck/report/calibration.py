@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opdcheck.budget import Budget
-from opdcheck.calibrate.records import Backtest, Fitted
+from opdcheck.calibrate.records import Backtest, BudgetMethod, Fitted
 from opdcheck.report.curve import draw, losses
 from opdcheck.units import number, percent, plural, quantity
 
@@ -98,6 +98,20 @@ def facts(budget: Budget) -> Iterator[tuple[str, str]]:
         yield f"  {source.replace('_', ' ')}", limit + (", censored" if of_source.censored else "")
 
 
+def describe_method(method: BudgetMethod) -> str:
+    """How the student was trained, in a line."""
+    loss = {
+        "rl": f"group size {method.group_size}",
+        "opd": f"beta {method.beta:g}" if method.loss == "full" else "sampled reverse KL",
+    }[method.kind]
+    off_policy = "" if method.lmbda == 1 else f", lmbda {method.lmbda:g}"
+    return (
+        f"{method.kind}, {loss}{off_policy}, learning rate {method.learning_rate:g} ({method.schedule}), "
+        f"{method.steps} steps of {plural(method.batch_size, 'completion')}, temperature {method.temperature:g}, "
+        f"at most {plural(method.max_completion_length, 'token')}"
+    )
+
+
 def backtest_summary(backtest: Backtest) -> str:
     """How often the gate agreed with full trainings, as sentences."""
     rows = backtest.rows
@@ -145,7 +159,7 @@ def _made_for(budget: Budget) -> Iterator[tuple[str, str]]:
     if budget.teacher is not None:
         yield "teacher", f"{budget.teacher.name}, weights {budget.teacher.weights}"
     if budget.method is not None:
-        yield "method", ", ".join(f"{key} {value}" for key, value in budget.method.model_dump().items())
+        yield "method", describe_method(budget.method)
     environment = budget.environment.model_dump(exclude_none=True)
     yield "environment", ", ".join(f"{key} {value}" for key, value in environment.items())
 
@@ -156,4 +170,4 @@ def _fit(budget: Budget) -> Fitted:
     return budget.fit
 
 
-__all__ = ["NEAR", "LevelRow", "backtest_summary", "facts", "finding", "level_rows", "render_html"]
+__all__ = ["NEAR", "LevelRow", "backtest_summary", "describe_method", "facts", "finding", "level_rows", "render_html"]

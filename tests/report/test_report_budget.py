@@ -20,21 +20,26 @@ def test_show():
     full = budget(
         teacher=STUDENT.model_copy(update={"name": "teachers/large"}),
         declared_by="A Team",
-        method={"kind": "opd", "beta": 1, "batch_size": 16},
+        method={
+            "learning_rate": 1e-5,
+            "steps": 100,
+            "batch_size": 16,
+            "temperature": 1,
+            "max_completion_length": 512,
+        },
         limits={
             "total": {"tv": 0.05, "k3": 0.001},
             "per_source": {"kv_cache": {"tv": 0.03}},
             "prefix_shift": 0.02,
             "tails": {"k3": {"p99_9": 2}},
         },
-        evidence=[{"quality": 0.9}],
     )
     assert printed(budget_show.show, full)[1] == snapshot("""\
 smollm2-demo  declared budget of 2026-12-01
   declared by  A Team
   reason       prime-rl's acceptance rule for new models
-  method       opd, beta 1.0, batch_size 16
-  evidence     1 calibration point
+  method       opd, beta 1, learning rate 1e-05 (constant), 100 steps of 16
+               completions, temperature 1, at most 512 tokens
 
 Limits  of the mean over tokens and prompts
   total.tv                0.05

@@ -6,6 +6,7 @@ import math
 import pytest
 from samples import admitted, budget, inconclusive, measurement, rejected, report
 
+from opdcheck.calibrate.records import Evidence
 from opdcheck.errors import ConfigError
 from opdcheck.report.record import budget_summary, from_json, to_json
 
@@ -34,7 +35,18 @@ def test_json_is_standard_even_where_numbers_are_not():
 
 
 def test_evidence_stays_in_the_budget_file():
-    stored = budget_summary(budget(evidence=[{"quality": 0.9}]), "budgets/b.yaml")
+    level = Evidence(
+        level="noise 0.1",
+        source="noise",
+        rollout={},
+        mismatch={"tv": 0.1},
+        seeds=[0],
+        final_kl=[0.2],
+        auc_kl=[0.3],
+        accuracy=None,
+        k3_in_training=[0.1],
+    )
+    stored = budget_summary(budget(evidence=[level]), "budgets/b.yaml")
     assert (stored.file, stored.evidence, stored.limits) == ("budgets/b.yaml", [], budget().limits)
 
 
