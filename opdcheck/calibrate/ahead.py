@@ -11,7 +11,7 @@ from pathlib import Path
 from opdcheck.calibrate.file import Method
 from opdcheck.calibrate.laboratory import Laboratory
 from opdcheck.calibrate.store import content_key
-from opdcheck.config import Candidate, Staleness
+from opdcheck.config import Candidate, Rollout, Staleness
 from opdcheck.files import cache_dir
 from opdcheck.fingerprint import fingerprint_model
 from opdcheck.floor import unperturbed
@@ -67,6 +67,10 @@ def steps_taken(method: Method) -> str:
 
 def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, progress: Progress) -> Path:
     clean = unperturbed(candidate)
+    # Whoever samples these steps, they are steps of the trainer; the engine under test is opened once, afterwards.
+    clean = clean.model_copy(
+        update={"rollout": Rollout(engine="transformers", dtype=clean.student.dtype, sampling=clean.rollout.sampling)}
+    )
     laboratory = Laboratory(clean, base, method, evaluation=None, verifier=None, progress=progress)
     teacher = clean.teacher
     key = content_key(

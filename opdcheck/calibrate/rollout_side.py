@@ -14,7 +14,7 @@ from opdcheck.engines.transformers_engine import TransformersEngine
 from opdcheck.models import CausalLM, end_token_ids
 from opdcheck.perturb.live import LivePolicy, snapshot
 from opdcheck.perturb.policy import active_parts
-from opdcheck.rollouts import Rollout, RolloutRequest
+from opdcheck.rollouts import Prompt, Rollout, RolloutRequest
 
 
 class RolloutSide(Protocol):
@@ -96,10 +96,22 @@ class TransformersSide:
 
 
 def open_side(
-    student: CausalLM, candidate: Candidate, base: Path, *, run_seed: int, calibration_ids: list[list[int]]
+    student: CausalLM,
+    candidate: Candidate,
+    base: Path,
+    *,
+    prompts: Sequence[Prompt],
+    run_seed: int,
+    calibration_ids: list[list[int]],
 ) -> StaleSide:
     """The rollout side of one training: the candidate's engine and perturbations, behind by the candidate's lag."""
-    side = TransformersSide(student, candidate, base, run_seed=run_seed, calibration_ids=calibration_ids)
+    side: RolloutSide
+    if candidate.rollout.engine == "vllm":
+        from opdcheck.calibrate.vllm_side import VllmSide
+
+        side = VllmSide(student, candidate, base, prompts=prompts, run_seed=run_seed, calibration_ids=calibration_ids)
+    else:
+        side = TransformersSide(student, candidate, base, run_seed=run_seed, calibration_ids=calibration_ids)
     staleness = candidate.rollout.staleness
     return StaleSide(side, 0 if staleness is None or staleness.lag is None else staleness.lag)
 

@@ -121,7 +121,12 @@ class Training:
             temperature=candidate.rollout.sampling.temperature,
         )
         self._side = open_side(
-            self.student, candidate, setup.base, run_seed=seed, calibration_ids=setup.calibration_ids
+            self.student,
+            candidate,
+            setup.base,
+            prompts=setup.prompts,
+            run_seed=seed,
+            calibration_ids=setup.calibration_ids,
         )
         self._sampler = Sampler(setup, candidate, self._side, seed)
 

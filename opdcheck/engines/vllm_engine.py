@@ -119,6 +119,25 @@ class VllmEngine:
             for request, output in zip(requests, outputs, strict=True)
         ]
 
+    def reload(self, folder: Path) -> None:
+        """Takes the weights of another checkpoint of the same model in the same format, and forgets cached prefixes.
+
+        Weights of another format (plain ones into a quantized engine) give NaN without an error of vLLM's; the next
+        rollouts then fail.
+
+        Raises:
+            EngineError: vLLM could not read them.
+        """
+        if self._llm is None or self._failed:
+            raise EngineError(f"vLLM is not running any more: {self._failed or 'it was closed'}")
+        try:
+            with quietly(self._log.path):
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                self._llm.reset_prefix_cache()
+        except Exception as error:
+            self._failed = f"{type(error).__name__}: {plainly(error)}"
+            raise EngineError(f"vLLM could not reload its weights from {folder}: {plainly(error)}") from error
+
     def close(self) -> None:
         """Frees the engine's memory and undoes what it changed in the process; another can be started then."""
         llm, self._llm = self._llm, None
