@@ -99,6 +99,7 @@ def _take_steps(
     laboratory: Laboratory, clean: Candidate, base: Path, lag: int, folder: Path, progress: Progress
 ) -> None:
     from opdcheck.calibrate.training import Training
+    from opdcheck.models import quiet_transformers
     from opdcheck.workload import load_tokenizer
 
     with Training(laboratory.setup, clean, clean.workload.seed) as training:
@@ -109,7 +110,8 @@ def _take_steps(
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)
+    with quiet_transformers():
+        model.save_pretrained(partial)
     load_tokenizer(clean.student, base).save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -13,7 +13,7 @@ from opdcheck.config import Candidate
 from opdcheck.engines import open_engine
 from opdcheck.errors import EngineError
 from opdcheck.files import scratch_folder
-from opdcheck.models import CausalLM
+from opdcheck.models import CausalLM, quiet_transformers
 from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
 from opdcheck.rollouts import Prompt, Rollout, RolloutRequest
 from opdcheck.workload import load_tokenizer
@@ -92,7 +92,9 @@ class VllmSide:
 
     def _write_student(self, weights: Mapping[str, Tensor]) -> None:
         folder = self._folder / "student"
-        self._student.model.save_pretrained(folder, state_dict={name: value.cpu() for name, value in weights.items()})
+        state = {name: value.cpu() for name, value in weights.items()}
+        with quiet_transformers():
+            self._student.model.save_pretrained(folder, state_dict=state)
         self._tokenizer.save_pretrained(folder)
 
 
