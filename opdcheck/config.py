@@ -241,7 +241,7 @@ class Staleness(Section):
 
     checkpoint: Annotated[str, Field(min_length=1)] | None = None
     """Folder or hub id of the older weights. Without it `admit` takes `lag` real optimizer steps from the student, with
-    the budget's method settings: then the student is the older one."""
+    the method settings of a calibrated budget: then the student is the older one. Needs `teacher`."""
     revision: str | None = None
     """Hub revision, such as a training step's branch."""
     lag: Annotated[int, Field(ge=1)] | None = None
@@ -315,7 +315,8 @@ class Decision(Section):
     """How the verdict is reached."""
 
     metric: Metric | None = None
-    """Scale that the report draws and splits. Default: the one the budget limits (`tv` where it limits several)."""
+    """Scale that decides, and that the report draws. Default: the one the budget limits (`tv` where it limits several).
+    The split by source is always in `tv` and `kl`."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Error level of the anytime-valid confidence sequence."""
     min_prompts: Annotated[int, Field(ge=2)] = 8
@@ -331,7 +332,8 @@ class Candidate(Section):
 
     student: Student
     teacher: ModelRef | None = None
-    """Only its fingerprint is used by `admit`: a budget belongs to a student-teacher pair."""
+    """A budget belongs to a student-teacher pair. `admit` uses its fingerprint alone, unless `staleness.lag` asks for
+    distillation steps."""
     rollout: Rollout
     workload: Workload
     budget: str | None = None
@@ -472,7 +474,8 @@ def file_problems(candidate: Candidate, base: Path) -> Iterator[Problem]:
     yield from model_problems("rollout.staleness", "checkpoint", stale, base)
     yield from prompt_file_problems("workload.prompts", candidate.workload.prompts, base)
     if candidate.budget is not None:
-        yield from _file_problems("budget", candidate.budget, base, ())
+        for key, message in _file_problems("budget", candidate.budget, base, ()):
+            yield key, f"{message}; `opdcheck budget declare` or `opdcheck calibrate` makes one"
 
 
 def _engine_problems(rollout: Rollout) -> Iterator[Problem]:

@@ -167,8 +167,9 @@ def _download(repo: str, wanted: dict[str, Any]) -> Path:
         raise ConfigError(f"neither a folder nor a hub model: {at}") from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise EngineError(
-            f"{at}: could not be downloaded: {one_line(error)}",
-            hint="Check the network, or name a folder.",
+            f"{at}: no such folder here, and as a hub model it could not be downloaded: {one_line(error)}",
+            hint="A folder? Check the path (it is relative to the file; `./` says that it is a folder). A hub model? "
+            "Check the network.",
         ) from error
 
 

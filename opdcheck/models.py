@@ -412,7 +412,10 @@ def _loading_error(source: str, error: Exception) -> OpdcheckError:
             f"cannot load {source}: {said}",
             hint="A hub id needs network access (HF_HUB_OFFLINE unset) or an earlier download; safetensors only.",
         )
-    return EngineError(f"cannot load {source}: {type(error).__name__}: {said}")
+    return EngineError(
+        f"cannot load {source}: {type(error).__name__}: {said}",
+        hint="If a weight file is damaged or cut short, copy or download it again; else please report the model.",
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -97,7 +97,7 @@ def _explain_usage(error: Any) -> None:
 
 
 def _interrupted() -> int:
-    _say("interrupted: the same command goes on where it stopped")
+    _say("interrupted: the same command goes on after the last finished round or training")
     return ExitCode.INTERRUPTED
 
 

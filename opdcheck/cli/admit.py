@@ -41,7 +41,7 @@ def admit(
         bool, typer.Option("--sources", envvar="OPDCHECK_SOURCES", help="Split by source even when admitted.")
     ] = False,
     accept_stale: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="FIELD", help="Forgive one changed fingerprint, e.g. environment.vllm; shown in the verdict."
         ),
@@ -84,7 +84,7 @@ def admit(
                 overrides={KEYS[name]: value for name, value in given.items() if value is not None},
                 flags=flags_of(context, KEYS),
                 sources=True if sources else None,
-                accept_stale=accept_stale,
+                accept_stale=_only_one(accept_stale),
                 observe=observe,
                 fresh=fresh,
                 progress=progress,
@@ -97,3 +97,14 @@ def admit(
     output.write(report, json_file, markdown_file)
     output.show(report, result_console() if json_file != "-" else log_console())
     raise typer.Exit(report.verdict.exit_code)
+
+
+def _only_one(fields: list[str] | None) -> str | None:
+    """The one fingerprint field to forgive: forgiving several would leave little of what a budget promises."""
+    from opdcheck.errors import ConfigError
+
+    if not fields:
+        return None
+    if len(fields) > 1:
+        raise ConfigError(f"--accept-stale: expected one field, found {len(fields)}: {', '.join(fields)}")
+    return fields[0]

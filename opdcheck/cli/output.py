@@ -24,8 +24,10 @@ def check_writable(json_file: str | None, markdown_file: Path | None, *, out: Pa
         ConfigError: naming the flag and the path.
     """
     for flag, path in (("--json", json_file), ("--markdown", markdown_file), ("--out", out)):
-        if path is None or str(path) == "-":
+        if path is None or (flag == "--json" and path == "-"):
             continue
+        if str(path) == "-":
+            raise ConfigError(f"{flag}: expected a file; only --json writes to stdout (`-`)")
         target = Path(path)
         if target.is_dir():
             raise ConfigError(f"{flag}: {path} is a folder", hint="Name a file.")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from opdcheck.config import Candidate
 from opdcheck.engines.base import Provenance
 from opdcheck.errors import ConfigError
-from opdcheck.models import source_folder
+from opdcheck.models import quiet_transformers, source_folder
 from opdcheck.perturb.kv_cache import attention_layers, calibrate_kv_cache
 from opdcheck.perturb.policy import describe, free, load_base, quantization_config
 from opdcheck.perturb.qparams import QParams, shared_ranges, weight_qparams
@@ -91,11 +91,13 @@ def _write(
     if config is None or not compressed:
         if config is not None:
             fake_quantize_weights(model, config)
-        model.save_pretrained(folder)
+        with quiet_transformers():
+            model.save_pretrained(folder)
         return
     calibration = calibration_pass(model, calibration_ids) if calibration_ids else None
     compressor = compress(model, config, calibration)
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     compressor.update_config(str(folder))
 
 

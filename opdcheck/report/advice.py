@@ -52,7 +52,10 @@ def _remedy(share: SourceShare, report: Report) -> str:
             finer = "a smaller `quantization.group_size`" if grouped else "a scheme with finer scales"
             return f"Try {finer}, or leave sensitive layers out with `quantization.ignore`."
         case "activations":
-            return "Try a weight-only scheme (such as W4A16), or leave sensitive layers out with `quantization.ignore`."
+            return (
+                "Leave the activations alone (W8A16 keeps 8-bit weights), or leave sensitive layers out with "
+                "`quantization.ignore`."
+            )
         case "staleness":
             lag = rollout.staleness.lag if rollout.staleness else None
             now = f" (now {plural(lag, 'optimizer step')})" if lag is not None else ""

@@ -65,7 +65,7 @@ def test_wrong_usage_exits_2_with_its_message(arguments, part):
 def test_an_interruption_exits_130_and_says_what_to_do(how):
     done = admit_that(how)
     assert done.returncode == 130
-    assert done.stderr == "interrupted: the same command goes on where it stopped\n"
+    assert done.stderr == "interrupted: the same command goes on after the last finished round or training\n"
 
 
 @pytest.mark.parametrize("code", ["0", "1", "2", "3", "None", "'a message'"])
