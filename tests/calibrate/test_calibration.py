@@ -187,7 +187,7 @@ class TestCalibrate:
         configs = pair / "configs"
         configs.mkdir(exist_ok=True)
         text = CANDIDATE.replace("path: student", "path: ../student").replace("budgets/", "../budgets/")
-        (configs / "mild.yaml").write_text(text % "noise: {weights: 0.02, seed: 3}")
+        (configs / "mild.yaml").write_text(text % "noise: {weights: 0.003, seed: 3}")
         (configs / "wild.yaml").write_text(text % "noise: {weights: 1.5, seed: 3}")
         result = backtest(budget_file, configs, seeds=2)
         verdicts = {row.name: row.verdict for row in result.rows}
