@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-ADDITION = Path(__file__).parents[2] / "examples" / "addition"
+from addition import ADDITION
 
 CALIBRATION = """
 student: {{path: {addition}/student, dtype: float32, device: cpu}}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ADDITION
+from addition import ADDITION
 
 from opdcheck.admission import admit
 from opdcheck.budget import load_budget
