@@ -245,8 +245,8 @@ def _held_up_by_clipping(gate: Gate, mean: float) -> bool:
 
 def _interval(gate: Gate, alpha: float) -> str:
     lower, upper = gate.interval
-    of = " of the clipped mean" if gate.clipped else ""
-    return f"{number((1 - alpha) * 100)} % interval{of} {number(lower)} to {number(upper)}"
+    counted = f", prompts counted up to {number(gate.clip)}" if gate.clipped else ""
+    return f"{number((1 - alpha) * 100)} % interval {number(lower)} to {number(upper)}{counted}"
 
 
 def _non_finite(measurement: Measurement, aim: Target) -> Iterator[Reason]:

@@ -287,7 +287,7 @@ class TestNextSteps:
         [
             ("kv_cache", "kv_cache_dtype_skip_layers"),
             ("weights", "quantization.ignore"),
-            ("activations", "weight-only"),
+            ("activations", "W8A16"),
             ("staleness", "more often"),
             ("noise", "noise.weights"),
             ("dtype", "rollout.dtype: bfloat16"),
