@@ -475,7 +475,8 @@ def file_problems(candidate: Candidate, base: Path) -> Iterator[Problem]:
     yield from prompt_file_problems("workload.prompts", candidate.workload.prompts, base)
     if candidate.budget is not None:
         for key, message in _file_problems("budget", candidate.budget, base, ()):
-            yield key, f"{message}; `opdcheck budget declare` or `opdcheck calibrate` makes one"
+            how = "; `opdcheck budget declare` or `calibrate` makes one" if message.startswith("no such file") else ""
+            yield key, message + how
 
 
 def _engine_problems(rollout: Rollout) -> Iterator[Problem]:

@@ -218,7 +218,7 @@ c.yaml:1: student.path: no such folder: FOLDER/studnt
 c.yaml:2: teacher.path: expected a model folder (config.json and safetensors), found a file: FOLDER/prompts.jsonl
 c.yaml:4: rollout.model.path: no such folder, and no hub id (`owner/name`) either: a/b/c
 c.yaml:5: workload.prompts: no such file: FOLDER/prompt.jsonl (did you mean `prompts.jsonl`?)
-c.yaml:6: budget: expected a file, found a folder: FOLDER/student; `opdcheck budget declare` or `opdcheck calibrate` makes one\
+c.yaml:6: budget: expected a file, found a folder: FOLDER/student\
 """)
     text = """\
 student: {path: empty}
@@ -284,7 +284,7 @@ def test_errors_name_the_flag(complaint):
     )
     assert (
         complaint(text, {"budget": Path("nope.yaml")})
-        == "--budget: no such file: FOLDER/nope.yaml; `opdcheck budget declare` or `opdcheck calibrate` makes one"
+        == "--budget: no such file: FOLDER/nope.yaml; `opdcheck budget declare` or `calibrate` makes one"
     )
 
 
