@@ -221,7 +221,7 @@ QuantizationChoice = Annotated[
 class Sampling(Section):
     """How the rollout policy is sampled. Both sides are measured under the same transform."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Both sides' logits are divided by it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest set of tokens with this mass; 1 keeps all."""
@@ -259,9 +259,9 @@ class Staleness(Section):
 class Noise(Section):
     """Gaussian noise on the rollout policy."""
 
-    weights: Annotated[float, Field(ge=0)] = 0.0
+    weights: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Sigma relative to each weight tensor's RMS."""
-    logits: Annotated[float, Field(ge=0)] = 0.0
+    logits: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Sigma on every logit, in nats, drawn anew at each position. Engine `transformers` only."""
     seed: int = 0
     """Of the noise."""
@@ -301,7 +301,7 @@ class Workload(Section):
     """JSONL or Parquet file, relative to this file; one `prompt` (text) or `messages` (chat) per row."""
     num_prompts: Annotated[int, Field(ge=1)] | None = None
     """The first so many rows; default all."""
-    samples_per_prompt: Annotated[int, Field(ge=1)] = 1
+    samples_per_prompt: Annotated[int, Field(ge=1, le=4096)] = 1
     """Completions per prompt; they count as one prompt in every interval."""
     max_completion_length: Annotated[int, Field(ge=1)] = 128
     """In tokens."""

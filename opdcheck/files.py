@@ -13,14 +13,23 @@ from pathlib import Path
 
 import platformdirs
 
+from opdcheck.errors import ConfigError
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes `content` beside `path` and renames it: readers see the old file or the new one, nothing between.
+
+    A link keeps pointing at its file, which is replaced. A device or a pipe is written into: it cannot be replaced.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with path.open("wb") as stream:
+            stream.write(data)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
@@ -39,9 +48,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def cache_dir() -> Path:
-    """`$OPDCHECK_CACHE`, else the platform's user cache folder for opdcheck."""
+    """`$OPDCHECK_CACHE`, else the platform's user cache folder for opdcheck.
+
+    Raises:
+        ConfigError: the variable names a folder that cannot be.
+    """
     chosen = os.environ.get("OPDCHECK_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("opdcheck", appauthor=False))
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("opdcheck", appauthor=False))
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"OPDCHECK_CACHE: not a usable path: {chosen!r}: {error}") from None
 
 
 def prune(folder: Path, pattern: str, max_bytes: int) -> None:

@@ -297,21 +297,34 @@ def hidden_bytes(ref: ModelRef, base: Path) -> int:
 
 
 def end_token_ids(ref: ModelRef, base: Path) -> set[int]:
-    """The tokens that end a completion, as vLLM takes them: the generation config's, and the tokenizer's own."""
+    """The tokens that end a completion, as vLLM takes them: the generation config's, and the tokenizer's own.
+
+    Raises:
+        ConfigError: generation_config.json is there and cannot be read, or its end tokens are no token ids.
+    """
     source = source_folder(ref, base)
-    options = {"revision": ref.revision, "trust_remote_code": ref.trust_remote_code}
+    file = Path(source) / "generation_config.json"
     with quiet_transformers():
         try:
-            generation = GenerationConfig.from_pretrained(source, revision=ref.revision)
-        except OSError:  # no generation_config.json
-            generation = GenerationConfig.from_model_config(load_config(ref, base))
+            generation = (
+                GenerationConfig.from_pretrained(source)
+                if file.is_file()
+                else GenerationConfig.from_model_config(load_config(ref, base))
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{file}: cannot be read, and it says where completions end: {one_line(error)}"
+            ) from error
         try:
-            own = AutoTokenizer.from_pretrained(source, **options).eos_token_id
+            own = AutoTokenizer.from_pretrained(source, trust_remote_code=ref.trust_remote_code).eos_token_id
         except Exception:  # no tokenizer, or a broken one: the workload complains where it needs one
             own = None
     listed = generation.eos_token_id
-    listed = listed if isinstance(listed, list) else [listed]
-    return {int(token) for token in [*listed, own] if token is not None}
+    tokens = [token for token in [*(listed if isinstance(listed, list) else [listed]), own] if token is not None]
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ConfigError(f"{file}: eos_token_id: expected token ids (whole numbers from 0), found {token!r}")
+    return set(tokens)
 
 
 def source_folder(ref: ModelRef, base: Path) -> str:

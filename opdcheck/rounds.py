@@ -67,26 +67,37 @@ class RoundStore:
         """The stored round, or None."""
         path = self._path(key)
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                loaded = _from_arrays(dict(arrays.items()), prompts)
-            os.utime(path)  # so that what is used stays when the cache is pruned
-        except (OSError, ValueError, KeyError, IndexError, EOFError):
-            return None
-        except Exception as error:  # zipfile.BadZipFile and zlib.error, without importing both for two names
-            if type(error).__module__ in ("zipfile", "zlib"):
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = dict(stored.items())
+            if str(arrays.pop("key")) != key or str(arrays.pop("digest")) != _digest(arrays):
                 return None
-            raise
+            loaded = _from_arrays(arrays, prompts)
+            os.utime(path)  # so that what is used stays when the cache is pruned
+        except Exception:  # a damaged file can raise anything, and is no more than a file that is not there
+            return None
         return loaded
 
     def save(self, key: str, measured: Round) -> None:
         """Stores a round. A cache that cannot be written is no reason to lose the measurement: it is then not kept."""
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, allow_pickle=False, **_to_arrays(measured))
+        arrays = _to_arrays(measured)
+        marks = {"key": np.array(key), "digest": np.array(_digest(arrays))}
+        np.savez_compressed(buffer, allow_pickle=False, **arrays, **marks)
         try:
             write_atomically(self._path(key), buffer.getvalue())
             prune(self.folder, "*.npz", MAX_CACHE_BYTES)
         except OSError:
             return
+
+
+def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    """Hash of the arrays' contents: a file under another's name, or changed since, is then not taken for a round."""
+    digest = blake3()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _to_arrays(measured: Round) -> dict[str, np.ndarray[Any, Any]]:

@@ -150,6 +150,8 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
         ConfigError: no such file, a folder, no permission, too large, or not UTF-8.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path}: expected a YAML file, found a device or a pipe")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except FileNotFoundError:

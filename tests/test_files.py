@@ -4,10 +4,12 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from opdcheck.files import prune, scratch_folder, write_atomically
+from opdcheck.errors import ConfigError
+from opdcheck.files import cache_dir, prune, scratch_folder, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):
@@ -77,3 +79,20 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(scratch):
     with scratch_folder():
         pass
     assert sorted(folder.name for folder in scratch.iterdir()) == sorted(names[1:])
+
+
+def test_a_device_is_written_into_and_a_link_keeps_its_target(tmp_path):
+    write_atomically(Path("/dev/null"), "gone")
+    assert not Path("/dev/null").is_file()
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_atomically(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_cache_that_cannot_be_is_a_config_error(monkeypatch):
+    monkeypatch.setenv("OPDCHECK_CACHE", "~nosuchuser/x")
+    with pytest.raises(ConfigError, match="OPDCHECK_CACHE: not a usable path"):
+        cache_dir()

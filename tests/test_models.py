@@ -259,6 +259,16 @@ def test_end_tokens_of_generation_config_and_tokenizer(tiny_student: Path, tmp_p
 
 
 @pytest.mark.parametrize(
+    "text", ["garbage", "[1]", '{"eos_token_id": "abc"}', '{"eos_token_id": [[1]]}', '{"eos_token_id": -1}']
+)
+def test_unreadable_end_tokens_are_not_passed_over(tiny_student: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(tiny_student, tmp_path / "ends")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+        end_token_ids(ModelRef(path=str(folder)), Path("/"))
+
+
+@pytest.mark.parametrize(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),

@@ -96,3 +96,21 @@ def test_old_rounds_go_when_the_cache_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr("opdcheck.rounds.MAX_CACHE_BYTES", (tmp_path / "old.npz").stat().st_size + 10)
     store.save("new", a_round())
     assert [file.name for file in tmp_path.glob("*.npz")] == ["new.npz"]
+
+
+def test_a_file_under_another_name_is_not_taken(tmp_path):
+    store = RoundStore(tmp_path)
+    store.save("one", a_round())
+    (tmp_path / "one.npz").rename(tmp_path / "other.npz")
+    assert store.load("other", PROMPTS) is None
+
+
+@pytest.mark.parametrize("name", ["tv", "lengths", "prompt_index", "estimator", "provenance"])
+def test_well_formed_but_changed_contents_are_not_taken(tmp_path, name):
+    store = RoundStore(tmp_path)
+    store.save("key", a_round())
+    with np.load(tmp_path / "key.npz") as stored:
+        arrays = dict(stored.items())
+    arrays[name] = np.array("x") if arrays[name].ndim == 0 else np.roll(arrays[name], 1) + 1
+    np.savez_compressed(tmp_path / "key.npz", allow_pickle=False, **arrays)
+    assert store.load("key", PROMPTS) is None

@@ -322,3 +322,11 @@ def test_import_is_light():
         "import sys, opdcheck.config, opdcheck.yamlfile; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="found a device or a pipe"):
+        load(tmp_path / "pipe.yaml", File)

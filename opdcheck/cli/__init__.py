@@ -58,7 +58,10 @@ def main() -> NoReturn:
     try:
         code = _run()
     except BaseException as error:  # to tell of a failure can fail as well: another Ctrl-C, a stream that is closed
-        code = _failed(error)
+        try:
+            code = _failed(error)
+        except BaseException:  # the last resort says nothing, and is still no verdict
+            code = ExitCode.FAILED
     sys.exit(_written(code))
 
 
@@ -163,5 +166,5 @@ def _report_crash(error: BaseException) -> None:
         log = cache_dir() / "crash.log"
         write_atomically(log, details)
         _say(f"The traceback is in {log}; OPDCHECK_DEBUG=1 prints it. This is not a verdict.")
-    except OSError:
+    except Exception:  # whatever keeps the log from being written, the code stays 4
         _say(details)

@@ -158,3 +158,16 @@ def test_observe_also_forgives_that_there_is_no_valid_budget(project):
     assert "names no budget" in ran.err
     assert "--observe: exit code 0 all the same; without it this run would not start (exit code 3)." in ran.err
     assert project.admit(candidate)[0].code == 3
+
+
+def test_a_failure_while_telling_of_a_failure_is_still_no_verdict():
+    done = run("def boom(*_): raise RuntimeError\ncli._report_crash = boom\ncli.app = boom", "admit", "candidate.yaml")
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_a_crash_with_a_cache_that_cannot_be_is_still_no_verdict(monkeypatch):
+    monkeypatch.setenv("OPDCHECK_CACHE", "~nosuchuser/x")
+    done = admit_that("raise RuntimeError('x')")
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: opdcheck failed: RuntimeError: x")
