@@ -21,7 +21,7 @@ from opdcheck.fingerprint import ModelFingerprint, shorten
 from opdcheck.measurement import SourceName
 from opdcheck.units import number, quantity
 
-Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TokenMetric = Literal["tv", "kl", "k1", "k3", "abs_dlogp", "token_mult_prob_error", "probs_diff"]
 
