@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Calibrator:
         """The mismatch of a level, as `admit` measures it: kept, or measured now."""
         key = content_key(
             {
-                **self._shared_content(),
+                **self._shared_content,
                 "mismatch": level.rollout.model_dump(mode="json"),
                 "prompts_measured": self.calibration.mismatch_prompts,
                 "method": self.calibration.method.model_dump() if level.lag else None,
@@ -179,7 +180,7 @@ class Calibrator:
 
     def _floor(self, clean: LevelMismatch) -> Floor:
         """The unperturbed level is the kernel floor; the trainer's null is measured on its first prompts."""
-        key = content_key({**self._shared_content(), "null": FLOOR_PROMPTS})
+        key = content_key({**self._shared_content, "null": FLOOR_PROMPTS})
         stored = self.store.load("floor", key, KeptFloor)
         if stored is not None:
             return stored.floor
@@ -263,7 +264,7 @@ class Calibrator:
         calibration = self.calibration
         return content_key(
             {
-                **self._shared_content(),
+                **self._shared_content,
                 "method": calibration.method.model_dump(),
                 "evaluation": calibration.evaluation.model_dump(exclude={"prompts"}),
                 "verifier": calibration.verifier and calibration.verifier.model_dump(),
@@ -272,10 +273,12 @@ class Calibrator:
             }
         )
 
+    @cached_property
     def _shared_content(self) -> dict[str, Any]:
+        """What every result depends on, as one hash: the prompts in it are many, and keys are asked for often."""
         subject = self.subject
         environment = subject.environment.model_dump(exclude={"python", "cpu_capability"})
-        return {
+        content = {
             "student": subject.student.model_dump(exclude={"name"}),
             "teacher": subject.teacher and subject.teacher.model_dump(exclude={"name"}),
             "environment": environment,
@@ -283,6 +286,7 @@ class Calibrator:
             "workload_seed": self.calibration.workload.seed,
             **self.laboratory.content(),
         }
+        return {"shared": content_key(content)}
 
     def _keep(self, name: str, key: str, result: Any) -> None:
         try:
