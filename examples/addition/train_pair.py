@@ -100,11 +100,18 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def write_prompts(path: Path, count: int, seed: int) -> None:
-    """Prompts with the answers that the verifier compares with."""
+def write_prompts(path: Path, count: int, seed: int, without: set[str] | None = None) -> set[str]:
+    """Different prompts, none of those in `without`, with the answers that the verifier compares with."""
     rng = random.Random(seed)
-    rows = [problem(rng) for _ in range(count)]
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, _, answer in rows))
+    seen: set[str] = set()
+    rows = []
+    while len(rows) < count:
+        prompt, _, answer = problem(rng)
+        if prompt not in seen and prompt not in (without or ()):
+            seen.add(prompt)
+            rows.append({"prompt": prompt, "answer": answer})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return seen
 
 
 def main() -> None:
@@ -113,8 +120,8 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=700)
     parser.add_argument("--student-steps", type=int, default=380)
     arguments = parser.parse_args()
-    write_prompts(arguments.out / "train.jsonl", 1024, seed=1)
-    write_prompts(arguments.out / "held_out.jsonl", 512, seed=2)
+    trained_on = write_prompts(arguments.out / "train.jsonl", 1024, seed=1)
+    write_prompts(arguments.out / "held_out.jsonl", 2048, seed=2, without=trained_on)
     save(train("student", arguments.student_steps, seed=2), arguments.out / "student")
     save(train("teacher", arguments.teacher_steps, seed=1), arguments.out / "teacher")
 

@@ -13,7 +13,7 @@ from opdcheck.progress import Progress
 from opdcheck.session import Session
 
 if TYPE_CHECKING:
-    from opdcheck.calibrate.quality import Evaluator
+    from opdcheck.calibrate.quality import Evaluator, Quality
     from opdcheck.calibrate.training import Setup
     from opdcheck.calibrate.verifier import AnswerChecker
     from opdcheck.models import CausalLM
@@ -115,6 +115,7 @@ class Laboratory:
             method=self._method,
             prompts=self.prompts,
             evaluator=self._evaluator,
+            quality_at_start=lambda: self._quality_at_start,
             evaluate_every=0 if self._evaluation is None else self._evaluation.every,
             eos_token_ids=end_token_ids(self._candidate.student, self._base),
             base=self._base,
@@ -122,7 +123,13 @@ class Laboratory:
             checker=self._checker(self._candidate.workload),
         )
 
-    @property
+    @cached_property
+    def _quality_at_start(self) -> Quality:
+        if self._evaluator is None:
+            raise ValueError("no held-out prompts were named")
+        return self._evaluator(self._session.trainer, 0)
+
+    @cached_property
     def _evaluator(self) -> Evaluator | None:
         from opdcheck.calibrate.quality import Evaluator
         from opdcheck.models import end_token_ids

@@ -59,6 +59,8 @@ class Setup:
     method: Method
     prompts: Sequence[Prompt]
     evaluator: Evaluator | None
+    quality_at_start: Callable[[], Quality]
+    """Of the fresh student: the same for all runs."""
     evaluate_every: int
     eos_token_ids: set[int]
     base: Path
@@ -85,7 +87,7 @@ def train(setup: Setup, candidate: Candidate, seed: int, *, on_step: Callable[[i
     if evaluator is None:
         raise ValueError("a whole training needs held-out prompts to be judged on")
     with Training(setup, candidate, seed) as training:
-        evaluations = [evaluator(training.student, 0)]
+        evaluations = [setup.quality_at_start()]
         for done in range(1, steps + 1):
             training.step()
             if done % setup.evaluate_every == 0 or done == steps:
