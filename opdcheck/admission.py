@@ -285,12 +285,13 @@ def _split(session: Session, rollouts: Sequence[Rollout], metric: str) -> list[S
     from opdcheck.sources import split
 
     session.close_engine()  # its memory is needed for the perturbed students
+    scorer = session.scorer  # after cached rounds the trainer is loaded only here, which is a stage of its own
     session.progress.stage("splitting the mismatch by source")
     return split(
         session.candidate,
         session.base,
         rollouts,
-        session.scorer,
+        scorer,
         session.trainer_hidden(rollouts),
         metric=metric,
         calibration_ids=session.calibration_ids,

@@ -77,8 +77,8 @@ def kernel_floor(session: Session, max_prompts: int) -> list[Round]:
 
 def trainer_null(session: Session, rollouts: Sequence[SampledRollout]) -> Summary:
     """Mismatch of the trainer against itself: the same tokens scored in batches and one sequence at a time."""
+    scorer = session.scorer  # loads the trainer, a stage of its own, where nothing has needed it so far
     session.progress.stage("scoring the trainer against itself")
-    scorer = session.scorer
     mismatch = scorer.compare(
         rollouts,
         scorer.final_hidden(rollouts),

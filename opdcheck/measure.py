@@ -60,6 +60,7 @@ def measure_round(session: Session, prompts: Sequence[Prompt]) -> Round:
             f"{engine.name} returned a completion without tokens",
             hint="A prompt that ends in the end-of-sequence token can cause this; check the chat template.",
         )
+    _ = session.trainer  # loaded when first needed, which is a stage of its own and comes before the scoring
     session.progress.stage("scoring with the trainer")
     mismatch = compare(session, rollouts)
     bare = [replace(rollout, final_hidden=None, top_ids=None, top_logq=None) for rollout in rollouts]

@@ -36,6 +36,26 @@ def test_a_noisy_student_is_rejected_and_split_by_source(project):
     assert abs(report["measurement"]["left_over"]) < 1e-3 * total
 
 
+def test_stages_are_told_in_the_order_in_which_they_happen(project):
+    candidate = project.candidate("noisy", NOISE)
+    ran, _ = project.admit(candidate, "--fresh")
+    stages = [line for line in ran.err.splitlines() if not line.startswith("prompts ")]
+    assert stages == [
+        "checking candidate and budget",
+        "starting the rollout engine: transformers",
+        "sampling rollouts",
+        "loading the student as the trainer holds it",
+        "scoring with the trainer",
+        "splitting the mismatch by source",
+        "source noise: scoring the student with this part alone",
+    ]
+    for file in (project.folder / "cache" / "splits").iterdir():
+        file.unlink()
+    again = project.admit(candidate)[0].err.splitlines()  # the rounds come from the cache, the split does not
+    loading = again.index("loading the student as the trainer holds it")
+    assert again[loading + 1 :] == stages[-2:]
+
+
 def test_sources_are_split_on_request_only(project):
     assert project.admit(project.candidate("clean"))[1]["measurement"]["sources"] == []
     candidate = project.candidate("int8", "quantization: W8A8")
