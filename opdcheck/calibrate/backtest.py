@@ -1,11 +1,16 @@
-"""`backtest`: does the gate say what a full training shows, on configurations that the calibration never saw?"""
+"""`backtest`: does the gate say what a full training shows, on configurations that the calibration never saw?
+
+A training shows a configuration harmless by the test that certifies a calibration's levels: the upper confidence bound
+of its loss is within the margin. That is what an admission promises, so gate and training are asked the same question.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from opdcheck.admission import admit
 from opdcheck.budget import Budget, load_budget
@@ -17,6 +22,7 @@ from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.errors import ConfigError
 from opdcheck.progress import Progress, Silent
 from opdcheck.report.record import Report
+from opdcheck.stats.noninferiority import fixed_sequence
 from opdcheck.yamlfile import Located
 
 DEFAULT_SEEDS = 5
@@ -71,6 +77,8 @@ def backtest(
     return Backtest(
         limit=budget.limits.total[fit.metric],
         margin=fit.total.margin,
+        alpha=fit.alpha,
+        quality=fit.quality,
         seeds=fresh.value.seeds,
         gate_share=(asked + stepped) / (rollouts_per_training * seeds * len(levels)),
         rows=rows,
@@ -78,6 +86,7 @@ def backtest(
 
 
 def _row(held_out: _HeldOut, report: Report, losses: Sequence[float], fit: Fitted) -> BacktestRow:
+    (test,) = fixed_sequence([np.asarray(losses)], fit.total.margin, fit.alpha)
     return BacktestRow(
         name=held_out.path.stem,
         rollout=held_out.candidate.rollout.model_dump(mode="json", exclude_defaults=True),
@@ -85,7 +94,9 @@ def _row(held_out: _HeldOut, report: Report, losses: Sequence[float], fit: Fitte
         verdict=report.verdict.decision,
         prompts=report.measurement.prompts,
         losses=list(losses),
-        harmful=math.fsum(losses) / len(losses) > fit.total.margin,
+        mean=test.mean,
+        upper=test.upper,
+        passed=test.passed,
     )
 
 

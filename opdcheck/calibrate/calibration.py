@@ -205,7 +205,7 @@ class Calibrator:
     def trainings(self) -> list[Run]:
         """Every level with every seed, seed by seed: kept from before, trained now, or by another process meanwhile."""
         jobs = [(level, seed) for seed in self.calibration.seeds for level in self.levels]
-        clock = _Clock(len(jobs))
+        clock = _Clock(len(jobs), sum(self._stored(level, seed) is not None for level, seed in jobs))
         runs: dict[tuple[str, int], Run] = {}
         while len(runs) < len(jobs):
             before = len(runs)
@@ -215,7 +215,7 @@ class Calibrator:
                 run = self._stored(level, seed) or self._train_unless_claimed(level, seed, clock)
                 if run is not None:
                     runs[level.name, seed] = run
-                    clock.done = len(runs)
+                    clock.done = max(clock.done, len(runs))
             if len(runs) == before:
                 self.progress.stage(f"waiting for another process: {len(jobs) - before} trainings")
                 time.sleep(WAIT_SECONDS)
@@ -228,7 +228,6 @@ class Calibrator:
             run = self._stored(level, seed)  # another process may have finished it since
             if run is None:
                 run = self._train(level, seed, clock)
-                clock.trained(run.outcome.seconds)
             return run
 
     def _train(self, level: Level, seed: int, clock: _Clock) -> Run:
@@ -313,11 +312,17 @@ class Calibrator:
             for level, mismatch in zip(self.levels[1:], measured[1:], strict=True)
         ]
         gains = self._gains(runs)
-        return calibrate_limits(found, gains, margin_share=self.calibration.margin, alpha=self.calibration.alpha)
+        return calibrate_limits(
+            found,
+            gains,
+            margin_share=self.calibration.margin,
+            alpha=self.calibration.alpha,
+            quality=self.calibration.quality,
+        )
 
     def losses(self, runs: Sequence[Run]) -> dict[str, list[float]]:
         """Quality that each level lost against the unperturbed run of the same seed, in the order of the seeds."""
-        reached = {(run.level, run.seed): run.outcome.loss(self.calibration.quality) for run in runs}
+        reached = {(run.level, run.seed): run.outcome.reached(self.calibration.quality) for run in runs}
         clean, *others = [level.name for level in self.levels]
         return {
             name: [reached[name, seed] - reached[clean, seed] for seed in self.calibration.seeds] for name in others
@@ -326,7 +331,7 @@ class Calibrator:
     def _gains(self, runs: Sequence[Run]) -> list[float]:
         """What each seed's unperturbed training gained."""
         return [
-            run.outcome.evaluations[0].kl - run.outcome.loss(self.calibration.quality)
+            run.outcome.start(self.calibration.quality) - run.outcome.reached(self.calibration.quality)
             for run in runs
             if run.source == "none"
         ]
@@ -369,8 +374,8 @@ class Calibrator:
             rollout=level.rollout.model_dump(mode="json", exclude_defaults=True),
             mismatch=measured.metrics,
             seeds=self.calibration.seeds,
-            final_kl=[outcome.loss("final") for outcome in outcomes],
-            auc_kl=[outcome.loss("auc") for outcome in outcomes],
+            final_kl=[outcome.reached("final") for outcome in outcomes],
+            auc_kl=[outcome.reached("auc") for outcome in outcomes],
             accuracy=None if None in accuracies else [float(value or 0) for value in accuracies],
             k3_in_training=[outcome.k3_in_training for outcome in outcomes],
         )
@@ -392,21 +397,20 @@ def runs_folder(calibration: Calibration, base: Path) -> Path:
 
 
 class _Clock:
-    """How long the remaining trainings will take, by those of this process."""
+    """How long the remaining trainings will take: at the pace since the start, other processes' work included."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, done: int) -> None:
         self.total = total
-        self.done = 0
-        self._seconds: list[float] = []
-
-    def trained(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+        self.done = done
+        self._done_before = done
+        self._started = time.monotonic()
 
     @property
     def seconds_left(self) -> float | None:
-        if not self._seconds:
+        finished = self.done - self._done_before
+        if not finished:
             return None
-        return (self.total - self.done) * sum(self._seconds) / len(self._seconds)
+        return (self.total - self.done) * (time.monotonic() - self._started) / finished
 
 
 __all__ = ["Calibrator", "Plan", "calibrate", "limits_of", "plan", "runs_folder"]

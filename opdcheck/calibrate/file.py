@@ -52,6 +52,8 @@ def _ascending(values: list[float]) -> list[float]:
 
 
 Positive = Annotated[float, Field(gt=0)]
+QualityName = Literal["final", "auc", "accuracy"]
+"""What a limit protects: the last held-out KL, its mean over the training, or the verifier's accuracy at the end."""
 
 
 class Method(Section):
@@ -136,8 +138,9 @@ class Calibration(Section):
     """Scale of the mismatch, and of the limit."""
     mismatch_prompts: Annotated[int, Field(ge=2)] = 64
     """Prompts on which each level's mismatch is measured."""
-    quality: Literal["final", "auc"] = "final"
-    """What the limit protects: the held-out KL at the end, or its mean over the evaluations."""
+    quality: QualityName = "final"
+    """What the limit protects: the held-out KL at the end, its mean over the evaluations, or the verifier's accuracy at
+    the end. `kind: rl` has no teacher to come closer to, so there it is `accuracy`."""
     margin: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Largest loss of quality that counts as none, as a share of the unperturbed run's gain (its lower bound)."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
@@ -211,9 +214,13 @@ def _ladder_problems(ladder: Ladder, rollout: Rollout) -> Iterator[Problem]:
 
 def _method_problems(calibration: Calibration) -> Iterator[Problem]:
     method = calibration.method
+    if calibration.quality == "accuracy" and calibration.verifier is None:
+        yield "verifier", "needed by `quality: accuracy`, which it measures"
     if method.kind == "rl":
         if calibration.verifier is None:
             yield "verifier", "needed by `method.kind: rl`, whose reward it is"
+        if calibration.quality != "accuracy":
+            yield "quality", "expected `accuracy` with `method.kind: rl`: it does not train towards the teacher"
         if method.batch_size % method.group_size:
             yield (
                 "method.batch_size",
@@ -239,4 +246,4 @@ def _file_problems(calibration: Calibration, base: Path) -> Iterator[Problem]:
     yield from folder_problems("budget", calibration.budget, base)
 
 
-__all__ = ["Calibration", "Evaluation", "Ladder", "Method", "Verifier", "load_calibration"]
+__all__ = ["Calibration", "Evaluation", "Ladder", "Method", "QualityName", "Verifier", "load_calibration"]

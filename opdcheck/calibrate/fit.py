@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from opdcheck.calibrate.file import QualityName
 from opdcheck.calibrate.records import CalibrationFit, Fit, LevelTest
 from opdcheck.config import Model
 from opdcheck.errors import OpdcheckError
 from opdcheck.stats.hinge import benchmark_doses, fit_hinge, resample_seeds, source_agreement
 from opdcheck.stats.noninferiority import fixed_sequence, lower_bound
-from opdcheck.units import number
+from opdcheck.units import lost, number
 
 BOOTSTRAPS = 4000
 RANDOM_SEED = 0
@@ -39,7 +40,7 @@ class LevelLosses(Model):
 
 
 def calibrate_limits(
-    levels: Sequence[LevelLosses], gains: Sequence[float], *, margin_share: float, alpha: float
+    levels: Sequence[LevelLosses], gains: Sequence[float], *, margin_share: float, alpha: float, quality: QualityName
 ) -> CalibrationFit:
     """Fits all levels together, and each source apart where they disagree.
 
@@ -48,13 +49,14 @@ def calibrate_limits(
         gains: per seed, what the unperturbed training gained.
         margin_share: margin / lower bound of the gain.
         alpha: error level of each test and bound.
+        quality: whose gains and losses these are, for messages.
 
     Raises:
         CannotCalibrateError: the unperturbed student gains nothing, or no level can be certified.
     """
     gain_lower = lower_bound(np.asarray(gains), alpha)
     if not gain_lower > 0:
-        raise _no_gain(gains, gain_lower)
+        raise _no_gain(gains, gain_lower, quality)
     margin = margin_share * gain_lower
     ordered = sorted(levels, key=lambda level: level.mismatch)
     total = fit_levels(ordered, margin, alpha)
@@ -72,7 +74,7 @@ def calibrate_limits(
                 source: fit_levels(group, margin, alpha) for source, group in grouped.items() if len(group) > 1
             }
     if total.limit is None:
-        raise _cannot_certify(total, len(gains))
+        raise _cannot_certify(total, len(gains), quality)
     return CalibrationFit(
         gain=math.fsum(gains) / len(gains),
         gain_lower=gain_lower,
@@ -116,22 +118,22 @@ def _arrays(levels: Sequence[LevelLosses]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([level.mismatch for level in levels]), np.array([level.losses for level in levels])
 
 
-def _no_gain(gains: Sequence[float], lower: float) -> CannotCalibrateError:
+def _no_gain(gains: Sequence[float], lower: float, quality: QualityName) -> CannotCalibrateError:
     listed = ", ".join(number(gain) for gain in gains)
     return CannotCalibrateError(
-        f"the unperturbed trainings gain nothing that could be lost: gains {listed} nats/token of held-out KL, lower "
-        f"bound {number(lower)}",
+        f"the unperturbed trainings gain nothing that could be lost: gains {listed}, lower bound "
+        f"{lost(quality, lower)}",
         hint="Raise method.steps or method.learning_rate until the unperturbed student clearly gains; if its quality "
         "falls, lower method.learning_rate. Finished runs are kept.",
     )
 
 
-def _cannot_certify(fit: Fit, seeds: int) -> CannotCalibrateError:
+def _cannot_certify(fit: Fit, seeds: int, quality: QualityName) -> CannotCalibrateError:
     first = fit.tests[0]
     within = "though its mean is within" if first.mean <= fit.margin else "and its mean is outside"
     return CannotCalibrateError(
         f"cannot certify: the lowest level ({first.name}, mismatch {number(first.mismatch)}) loses up to "
-        f"{number(first.upper)} nats/token at {seeds} seeds, {within} the margin {number(fit.margin)}",
+        f"{lost(quality, first.upper)} at {seeds} seeds, {within} the margin {number(fit.margin)}",
         hint="Add seeds (the bound narrows), or a lower level to the ladder. Finished runs are kept.",
     )
 

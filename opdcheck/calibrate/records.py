@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from opdcheck.calibrate.file import Method
+from opdcheck.calibrate.file import Method, QualityName
 from opdcheck.config import Metric, Model
 
 
@@ -57,7 +57,7 @@ class CalibrationFit(Model):
     """The limits of a calibration and how they came about."""
 
     gain: float
-    """Mean quality gained by the unperturbed trainings, nats/token of held-out KL."""
+    """Mean quality gained by the unperturbed trainings, in the unit of the quality."""
     gain_lower: float
     """Its lower confidence bound, of which the margin is a share."""
     total: Fit
@@ -71,7 +71,7 @@ class Fitted(CalibrationFit):
     """The fit as the budget file keeps it, with the settings it was made with."""
 
     metric: Metric
-    quality: Literal["final", "auc"]
+    quality: QualityName
     margin_share: float
     alpha: float
 
@@ -95,6 +95,18 @@ class Evidence(Model):
     k3_in_training: list[float]
     """Mean k3 of the rollouts that were trained on, nats/token."""
 
+    def reached(self, quality: QualityName) -> list[float]:
+        """What was compared, per seed; lower is better: held-out KL, or the share of wrong answers.
+
+        Raises:
+            ValueError: accuracy was not measured.
+        """
+        if quality != "accuracy":
+            return self.final_kl if quality == "final" else self.auc_kl
+        if self.accuracy is None:
+            raise ValueError(f"level {self.level} has no accuracy")
+        return [1 - value for value in self.accuracy]
+
 
 class BacktestRow(Model):
     """One held-out configuration: what the gate said, and what full trainings showed."""
@@ -108,12 +120,16 @@ class BacktestRow(Model):
     """Rollouts that the gate used."""
     losses: list[float]
     """Quality lost against the unperturbed run of the same seed, per seed."""
-    harmful: bool
-    """Mean loss above the margin."""
+    mean: float
+    """Of the losses."""
+    upper: float
+    """Its one-sided upper confidence bound."""
+    passed: bool
+    """The test that certifies a calibration's levels: the bound is within the margin."""
 
     @property
     def agrees(self) -> bool:
-        return (self.verdict == "admit") != self.harmful
+        return (self.verdict == "admit") == self.passed
 
 
 class Backtest(Model):
@@ -121,6 +137,10 @@ class Backtest(Model):
 
     limit: float
     margin: float
+    alpha: float
+    """Error level of the trainings' tests."""
+    quality: QualityName
+    """What was lost, and the unit of margin and losses."""
     seeds: list[int]
     gate_share: float
     """Rollouts of the gate as a share of the rollouts of the trainings it replaces."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from opdcheck.calibrate.divergence import group_advantages
-from opdcheck.calibrate.file import Method
+from opdcheck.calibrate.file import Method, QualityName
 from opdcheck.calibrate.quality import Evaluator, Quality
 from opdcheck.calibrate.rollout_side import StaleSide, open_side
 from opdcheck.calibrate.step import StepStats, Trainer
@@ -39,12 +39,25 @@ class Outcome(Model):
     def final(self) -> Quality:
         return self.evaluations[-1]
 
-    def loss(self, quality: str) -> float:
-        """What a calibration compares, lower is better: the last held-out KL, or its mean over steps (`auc`)."""
-        if quality == "final":
-            return self.final.kl
+    def start(self, quality: QualityName) -> float:
+        """Quality before the first step, on the scale of `reached`."""
+        return _shortfall(self.evaluations[0], quality)
+
+    def reached(self, quality: QualityName) -> float:
+        """What a calibration compares, lower is better: at the end, or the mean over steps (`auc`)."""
+        if quality != "auc":
+            return _shortfall(self.final, quality)
         steps = [evaluation.step for evaluation in self.evaluations]
         return float(np.trapezoid([evaluation.kl for evaluation in self.evaluations], steps)) / steps[-1]
+
+
+def _shortfall(evaluation: Quality, quality: QualityName) -> float:
+    """Held-out KL in nats/token, or the share of wrong answers."""
+    if quality != "accuracy":
+        return evaluation.kl
+    if evaluation.accuracy is None:
+        raise ValueError("quality `accuracy` needs a verifier")
+    return 1 - evaluation.accuracy
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
 from opdcheck.report.calibration import backtest_summary, describe_method, facts, finding, level_rows
 from opdcheck.report.layout import Page
-from opdcheck.units import number, plural, quantity
+from opdcheck.units import LOST, lost, number, plural, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -94,9 +94,10 @@ class _Backtested:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         page, result = Page.of(options), self.result
-        yield from page.heading("Backtest", f"limit {number(result.limit)}, margin {number(result.margin)} nats/token")
+        margin = lost(result.quality, result.margin)
+        yield from page.heading("Backtest", f"limit {number(result.limit)}, margin {margin}")
         header: list[str | Text] = [
-            page.text(title, "dim") for title in ("configuration", "mismatch", "gate", "prompts", "loss", "")
+            page.text(title, "dim") for title in ("configuration", "mismatch", "gate", "prompts", "loss", "at most", "")
         ]
         rows: list[list[str | Text]] = [
             [
@@ -104,12 +105,13 @@ class _Backtested:
                 number(row.mismatch),
                 row.verdict,
                 str(row.prompts),
-                number(sum(row.losses) / len(row.losses)),
+                number(row.mean),
+                number(row.upper),
                 page.text("agrees", "green") if row.agrees else page.text("DISAGREES", "bold red"),
             ]
             for row in sorted(result.rows, key=lambda row: row.mismatch)
         ]
-        yield from page.rows([header, *rows], numeric=(1, 3, 4))
+        yield from page.rows([header, *rows], numeric=(1, 3, 4, 5))
         yield ""
         yield from page.paragraph(backtest_summary(result))
 
@@ -145,7 +147,7 @@ def _calibration(page: Page, budget: Budget) -> Iterator[str | Text]:
     if budget.fit is None:
         return
     yield ""
-    yield from page.heading("Calibration", "loss: held-out KL above the unperturbed run's, nats/token")
+    yield from page.heading("Calibration", LOST[budget.fit.quality])
     yield from page.paragraph(finding(budget))
     header = [page.text(title, "dim") for title in ("level", "tv", "k3", "loss", "at most", "test")]
     rows = [[row.level, row.tv, row.k3, row.loss, row.upper, row.test] for row in level_rows(budget)]

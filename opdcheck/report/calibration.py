@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from opdcheck.budget import Budget
 from opdcheck.calibrate.records import Backtest, BudgetMethod, Fitted
 from opdcheck.report.curve import draw, losses
-from opdcheck.units import number, percent, plural, quantity
+from opdcheck.units import LOST, lost, number, percent, plural, quantity
 
 NEAR = 0.25
 """A configuration within this share of the limit may go either way."""
@@ -56,10 +56,10 @@ def level_rows(budget: Budget) -> list[LevelRow]:
     """
     fit = _fit(budget)
     tests = {test.name: test for test in fit.total.tests}
-    lost = {one.level: values for one, values in losses(budget.evidence, fit.quality)}
+    by_level = {one.level: values for one, values in losses(budget.evidence, fit.quality)}
     rows = []
     for one in sorted(budget.evidence, key=lambda one: (one.source != "none", one.mismatch[fit.metric])):
-        test, values = tests.get(one.level), lost.get(one.level)
+        test, values = tests.get(one.level), by_level.get(one.level)
         rows.append(
             LevelRow(
                 level=one.level,
@@ -83,10 +83,10 @@ def facts(budget: Budget) -> Iterator[tuple[str, str]]:
     """
     fit = _fit(budget)
     total = fit.total
-    yield "gain", f"{number(fit.gain)} nats/token of held-out KL without mismatch (at least {number(fit.gain_lower)})"
-    yield "margin", f"{number(total.margin)} nats/token: {percent(fit.margin_share)} of that lower bound"
+    yield "gain", f"{lost(fit.quality, fit.gain)} without mismatch (at least {number(fit.gain_lower)})"
+    yield "margin", f"{lost(fit.quality, total.margin)}: {percent(fit.margin_share)} of that lower bound"
     yield "certified", "no level" if total.certified is None else f"{fit.metric} {number(total.certified)}"
-    rise = f"none up to {fit.metric} {number(total.threshold)}, then {number(total.slope)} nats per unit"
+    rise = f"none up to {fit.metric} {number(total.threshold)}, then {number(total.slope)} per unit of {fit.metric}"
     yield "hinge", rise if total.slope > 0 else "no rise"
     dose = "beyond the highest level" if total.benchmark_dose is None else number(total.benchmark_dose)
     yield "benchmark dose", f"{dose}, lower bound {number(total.bmdl)}"
@@ -114,16 +114,18 @@ def describe_method(method: BudgetMethod) -> str:
 
 def backtest_summary(backtest: Backtest) -> str:
     """How often the gate agreed with full trainings, as sentences."""
-    rows = backtest.rows
+    rows, limit = backtest.rows, backtest.limit
     agree = sum(row.agrees for row in rows)
-    false_admits = sum(row.verdict == "admit" and row.harmful for row in rows)
-    false_rejects = sum(row.verdict != "admit" and not row.harmful for row in rows)
-    far = [row for row in rows if abs(row.mismatch - backtest.limit) > NEAR * backtest.limit]
-    agree_far = sum(row.agrees for row in far)
+    far = [row for row in rows if abs(row.mismatch - limit) > NEAR * limit]
+    false_admits = [row for row in rows if row.verdict == "admit" and not row.passed]
+    false_rejects = [row for row in rows if row.verdict != "admit" and row.passed]
+    by_mean = sum(row.verdict == "admit" and row.mean > backtest.margin for row in rows)
     return (
         f"Backtest: {agree} of {plural(len(rows), 'held-out configuration')} agree ({percent(agree / len(rows))}); "
-        f"{agree_far} of {len(far)} outside {percent(NEAR)} of the limit. False admits {false_admits}, false rejects "
-        f"{false_rejects}. The gate used {percent(backtest.gate_share)} of the trainings' rollouts."
+        f"{sum(row.agrees for row in far)} of {len(far)} outside {percent(NEAR)} of the limit. False admits "
+        f"{len(false_admits)} (by the mean loss alone {by_mean}; above {number(1 + NEAR)} times the limit "
+        f"{sum(row.mismatch > (1 + NEAR) * limit for row in false_admits)}), false rejects {len(false_rejects)}. The "
+        f"gate used {percent(backtest.gate_share)} of the trainings' rollouts."
     )
 
 
@@ -145,6 +147,7 @@ def render_html(budget: Budget) -> str:
         trainings=seeds * len(budget.evidence),
         seeds=seeds,
         finding=finding(budget),
+        loss=LOST[fit.quality],
         picture=svg[svg.index("<svg") :],
         rows=rows,
         accuracies=any(row.accuracy for row in rows),

@@ -6,8 +6,9 @@ import io
 from typing import Any
 
 from opdcheck.budget import Budget
+from opdcheck.calibrate.file import QualityName
 from opdcheck.calibrate.records import Evidence, Fitted
-from opdcheck.units import number
+from opdcheck.units import LOST, number
 
 SIZE_INCHES = (8.0, 4.8)
 MARKERS = {"noise": "o", "logit_noise": "v", "staleness": "s", "quantization": "^", "kv_cache": "D"}
@@ -41,7 +42,7 @@ def draw(budget: Budget, *, format: str = "png", dots_per_inch: int = 150) -> by
         _points(axes, budget.evidence, budget.fit)
         _fit(axes, budget)
         axes.set_xlabel(f"mismatch as admit measures it: {budget.fit.metric}")
-        axes.set_ylabel(f"held-out KL lost against the unperturbed run, nats/token ({budget.fit.quality})")
+        axes.set_ylabel(LOST[budget.fit.quality])
         axes.set_title(_title(budget), loc="left", fontsize=10)
         axes.legend(frameon=False, loc="upper left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -52,19 +53,15 @@ def draw(budget: Budget, *, format: str = "png", dots_per_inch: int = 150) -> by
     return image.getvalue()
 
 
-def losses(evidence: list[Evidence], quality: str) -> list[tuple[Evidence, list[float]]]:
+def losses(evidence: list[Evidence], quality: QualityName) -> list[tuple[Evidence, list[float]]]:
     """Each level's loss per seed against the unperturbed level: positive is worse."""
     clean = next(one for one in evidence if one.source == "none")
-    start = _quality(clean, quality)
+    start = clean.reached(quality)
     return [
-        (one, [value - base for value, base in zip(_quality(one, quality), start, strict=True)])
+        (one, [value - base for value, base in zip(one.reached(quality), start, strict=True)])
         for one in evidence
         if one.source != "none"
     ]
-
-
-def _quality(one: Evidence, quality: str) -> list[float]:
-    return one.final_kl if quality == "final" else one.auc_kl
 
 
 def _points(axes: Any, evidence: list[Evidence], fit: Fitted) -> None:

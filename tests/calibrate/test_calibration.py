@@ -193,7 +193,7 @@ class TestCalibrate:
         verdicts = {row.name: row.verdict for row in result.rows}
         assert verdicts == {"mild": "admit", "wild": "reject"}
         assert result.seeds == [3, 4]
-        assert {row.name: row.harmful for row in result.rows}["wild"]
+        assert not {row.name: row.passed for row in result.rows}["wild"]
         assert "held-out configurations agree" in backtest_summary(result)
         # 14 steps of 12 completions, 2 seeds, 2 configurations
         asked = sum(row.prompts for row in result.rows)

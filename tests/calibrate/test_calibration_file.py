@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from opdcheck.calibrate.file import load_calibration
+from opdcheck.calibrate.file import Calibration, load_calibration
 from opdcheck.errors import ConfigError
+from opdcheck.yamlfile import Located
 
 
 def test_loads(calibration_file: Path) -> None:
@@ -66,5 +67,19 @@ def test_rl_needs_a_verifier_and_whole_groups(calibration_file: Path) -> None:
     with pytest.raises(ConfigError, match="verifier: needed by"):
         load_calibration(calibration_file)
     calibration_file.write_text(text)
-    with pytest.raises(ConfigError, match=r"multiple of method\.group_size"):
+    with pytest.raises(ConfigError, match=r"multiple of method\.group_size") as caught:
         load_calibration(calibration_file)
+    assert "quality: expected `accuracy` with `method.kind: rl`" in str(caught.value)
+
+
+def test_accuracy_needs_a_verifier(calibration_file: Path) -> None:
+    text = calibration_file.read_text() + "quality: accuracy\n"
+    assert load_calibration_text(calibration_file, text).value.quality == "accuracy"
+    without = "\n".join(line for line in text.splitlines() if "verifier" not in line)
+    with pytest.raises(ConfigError, match="verifier: needed by `quality: accuracy`"):
+        load_calibration_text(calibration_file, without)
+
+
+def load_calibration_text(path: Path, text: str) -> Located[Calibration]:
+    path.write_text(text)
+    return load_calibration(path)

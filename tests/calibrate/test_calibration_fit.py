@@ -24,8 +24,8 @@ def made(threshold: float, slope: float, *, noise: float = 0.005, source: str = 
     ]
 
 
-def limits(levels: list, gains: list[float] = GAINS):
-    return calibrate_limits(levels, gains, margin_share=0.1, alpha=0.05)
+def limits(levels: list, gains: list[float] = GAINS, quality: str = "final"):
+    return calibrate_limits(levels, gains, margin_share=0.1, alpha=0.05, quality=quality)
 
 
 def test_limit_is_the_smaller_of_certified_and_bmdl() -> None:
@@ -55,6 +55,8 @@ def test_no_gain() -> None:
         limits(made(0.05, 2.0), [0.1, -0.1, 0.0, 0.05, -0.02])
     with pytest.raises(CannotCalibrateError, match="gain nothing"):
         limits(made(0.05, 2.0), [-0.5, -0.4, -0.6, -0.5, -0.5])
+    with pytest.raises(CannotCalibrateError, match="of accuracy"):
+        limits(made(0.05, 2.0), [-0.5, -0.4, -0.6, -0.5, -0.5], "accuracy")
 
 
 def test_too_much_noise_cannot_be_certified() -> None:
