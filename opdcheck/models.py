@@ -209,8 +209,8 @@ def load_causal_lm(ref: ModelRef, base: Path, *, dtype: DType, device: str) -> C
     Raises:
         ConfigError: there is no such model, it is not a causal language model, its weights are pickled, or the device
             does not exist.
-        EngineError: weights are missing or do not fit, memory ran out, or the architecture is one that opdcheck
-            would get wrong.
+        EngineError: weights are missing, superfluous, not finite or do not fit, memory ran out, or the architecture is
+            one that opdcheck would get wrong.
     """
     place = resolve_device(device)
     source = source_folder(ref, base)
@@ -225,7 +225,7 @@ def load_causal_lm(ref: ModelRef, base: Path, *, dtype: DType, device: str) -> C
             use_safetensors=True,
             output_loading_info=True,
         )
-        _refuse_incomplete(source, info)
+        _refuse_unlike(source, info)
         loaded = CausalLM(model.eval().requires_grad_(False))
         check_causal_lm(loaded)
     return loaded
@@ -235,7 +235,7 @@ def check_causal_lm(loaded: CausalLM) -> None:
     """Compares decoder plus head with the model's own logits, and makes sure that no position sees a later one.
 
     Raises:
-        EngineError: opdcheck would score this architecture wrongly.
+        EngineError: opdcheck would score this architecture wrongly, or its logits are NaN or infinite.
     """
     name = type(loaded.model).__name__
     steps = torch.arange(_CHECKED_TOKENS, device=loaded.device)
@@ -243,12 +243,13 @@ def check_causal_lm(loaded: CausalLM) -> None:
     hidden = loaded.final_hidden(input_ids)[0]
     with torch.no_grad():
         expected = loaded.model(input_ids=input_ids, use_cache=False).logits[0].float()
+    if not expected.isfinite().all():
+        raise _not_finite(loaded)
     difference = (loaded.logits(hidden) - expected).abs().max()
     if not difference <= 4 * torch.finfo(loaded.dtype).eps * expected.abs().max():  # also catches NaN
         raise EngineError(
             f"{name}: decoder and head alone do not reproduce the model's logits (largest difference "
-            f"{difference:.3g}): this architecture post-processes logits in a way opdcheck does not know, or its "
-            "weights give NaN",
+            f"{difference:.3g}): this architecture post-processes logits in a way opdcheck does not know",
             hint="Please report the architecture. opdcheck knows logit soft-capping and scaling by configuration.",
         )
     if getattr(loaded.model.config, "quantization_config", None) is not None:
@@ -261,6 +262,22 @@ def check_causal_lm(loaded: CausalLM) -> None:
             f"{name} is not causal: a token changes the states of the tokens before it (by {shift:.1%})",
             hint="opdcheck measures decoder-only language models; encoders such as BERT cannot be students.",
         )
+
+
+def _not_finite(loaded: CausalLM) -> EngineError:
+    """Why a model's logits are NaN or infinite: its weights, or else the dtype that they are computed in."""
+    name, dtype = type(loaded.model).__name__, str(loaded.dtype).removeprefix("torch.")
+    for weight, values in loaded.model.named_parameters():
+        if not values.isfinite().all():
+            return EngineError(
+                f"{name}: the weights are not finite: {weight} holds NaN or infinite values (in {dtype})",
+                hint="Was the checkpoint saved from a training that diverged, or damaged? In float16 large weights "
+                "become infinite: try bfloat16.",
+            )
+    return EngineError(
+        f"{name}: the logits are NaN or infinite although all weights are finite: computing in {dtype} overflows",
+        hint="float16 overflows where bfloat16 and float32 do not: try another dtype.",
+    )
 
 
 def meta_model(ref: ModelRef, base: Path) -> Any:
@@ -383,17 +400,31 @@ def _refuse_pickled(source: str) -> None:
     raise ConfigError(f"{folder} holds no weights (*.safetensors)")
 
 
-def _refuse_incomplete(source: str, info: dict[str, Any]) -> None:
+def _refuse_unlike(source: str, info: dict[str, Any]) -> None:
+    """Refuses weights that are fewer, more or others than the configuration says: another model would be measured."""
     missing = sorted(info.get("missing_keys") or [])
     if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise EngineError(
-            f"{source}: weights are missing and would be random: {shown}",
+            f"{source}: weights are missing and would be random: {_shown(missing)}",
             hint="Is the checkpoint complete, and does config.json name the architecture that it was saved from?",
+        )
+    unexpected = sorted(
+        info.get("unexpected_keys") or []
+    )  # without those that transformers itself declares as harmless
+    if unexpected:
+        raise EngineError(
+            f"{source}: config.json describes a model that has no place for these weights: {_shown(unexpected)}",
+            hint="Does config.json (num_hidden_layers, the architecture) belong to this checkpoint? If the weights are "
+            "no part of the model, save it without them.",
         )
     unfit = [str(item) for item in [*(info.get("mismatched_keys") or []), *(info.get("error_msgs") or [])]]
     if unfit:
         raise EngineError(f"{source}: weights do not fit the configuration: {unfit[0]}")
+
+
+def _shown(names: list[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager

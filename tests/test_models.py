@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,22 +94,52 @@ def test_unknown_post_processing_is_refused(tiny_student: Path) -> None:
         check_causal_lm(model)
 
 
-def test_nan_weights_are_refused(tiny_student: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_student, tmp_path / "nan")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EngineError, match="its weights give NaN"):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(tiny_student: Path, tmp_path: Path, value: float) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][0] = value
+        weights["model.norm.weight"][0] = value
+
+    folder = edit_weights(tiny_student, tmp_path / "nan", spoil)
+    with pytest.raises(EngineError, match=r"the weights are not finite: model\.layers\.1\.mlp\.up_proj\.weight holds"):
         load(folder)
+
+
+def test_finite_weights_that_overflow_are_not_blamed(tiny_student: Path, tmp_path: Path) -> None:
+    folder = edit_weights(tiny_student, tmp_path / "large", lambda weights: weights["lm_head.weight"].mul_(1e5))
+    assert load(folder).dtype == torch.float32
+    folder = edit_weights(tiny_student, tmp_path / "larger", lambda weights: weights["lm_head.weight"].fill_(6e4))
+    with pytest.raises(EngineError, match="although all weights are finite: computing in float16 overflows"):
+        load(folder, "float16")
 
 
 def test_missing_weights_are_an_error_and_not_random(tiny_student: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_student, tmp_path / "incomplete")
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"], weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    def remove(weights: dict[str, torch.Tensor]) -> None:
+        del weights["lm_head.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+
+    folder = edit_weights(tiny_student, tmp_path / "incomplete", remove)
     with pytest.raises(EngineError, match=r"weights are missing and would be random: lm_head.weight, model.layers.1"):
         load(folder)
+
+
+def test_more_layers_than_the_configuration_says_are_an_error_and_not_left_out(
+    tiny_student: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_student, tmp_path / "shortened")
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(EngineError, match=r"no place for these weights: model\.layers\.1\..* and 6 more") as caught:
+        load(folder)
+    assert "num_hidden_layers" in (caught.value.hint or "")
+
+
+def test_weights_that_transformers_declares_as_harmless_are_no_error(tiny_student: Path, tmp_path: Path) -> None:
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
+
+    folder = edit_weights(tiny_student, tmp_path / "old", add)
+    edit_config(folder, tie_word_embeddings=True)
+    assert load(folder).vocab_size == 260
 
 
 def test_weights_of_another_shape(tiny_student: Path, tmp_path: Path) -> None:
@@ -293,6 +324,15 @@ def test_on_a_gpu(tiny_student: Path) -> None:
     model = load_causal_lm(ModelRef(path=str(tiny_student)), Path("/"), dtype="bfloat16", device="auto")
     assert model.device == torch.device("cuda:0")
     assert model.logits(model.final_hidden(IDS)[0].cpu()).device.type == "cuda"
+
+
+def edit_weights(student: Path, copy: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the student whose tensors have gone through `edit`."""
+    folder: Path = shutil.copytree(student, copy)
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def edit_config(folder: Path, **changes: object) -> None:
