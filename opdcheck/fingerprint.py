@@ -223,13 +223,24 @@ def _chat_template_hash(folder: Path) -> str | None:
     """Hash of the template's text, the same whether it stands in a file of its own or in tokenizer_config.json."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        template: Any = own_file.read_text(encoding="utf-8")
+        template: Any = _read_template(own_file)
     else:
         template = _tokenizer_config(folder).get("chat_template")
     if not template:
         return None
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return PREFIX + blake3(text.encode()).hexdigest()
+    # surrogatepass: JSON can hold half a character; whether such a template works is not for a hash to say.
+    return PREFIX + blake3(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise ConfigError(f"{file}: expected UTF-8 text, found {found}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

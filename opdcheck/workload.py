@@ -129,11 +129,21 @@ def parquet_rows(path: Path, keys: tuple[str, ...] = ("prompt", "messages")) -> 
                 raise ConfigError(f"{_shown(path)}: expected a column {wanted}, found: {listed}")
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=columns):
-                for content in batch.to_pylist():
+                for at in range(batch.num_rows):
                     number += 1
-                    yield Row(f"{_shown(path)}: row {number}", content)
+                    where = f"{_shown(path)}: row {number}"
+                    yield Row(where, _parquet_row(where, batch.slice(at, 1)))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{_shown(path)}: cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _parquet_row(where: str, row: Any) -> Any:
+    """A batch of one row as an object. Parquet does not check that its strings are UTF-8; Python does."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x}"
+        raise ConfigError(f"{where}: expected UTF-8 text, found {found}") from None
 
 
 def _parse_line(where: str, line: bytes) -> Any:

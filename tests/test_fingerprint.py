@@ -59,6 +59,7 @@ def test_a_copy_elsewhere_is_the_same_model(model, tmp_path):
         ("tokenizer_config.json", '{"eos_token": "</s>"}', {"chat_template"}),
         ("chat_template.jinja", "{{ messages }}", set()),
         ("chat_template.jinja", "{{ other }}", {"chat_template"}),
+        ("tokenizer_config.json", '{"eos_token": "</s>", "chat_template": "\\ud800"}', {"chat_template"}),
         ("consolidated.safetensors", "not what Transformers loads", set()),
         ("README.md", "words", set()),
     ],
@@ -120,6 +121,12 @@ def test_weights_of_a_checkpoint_without_tokenizer(model):
 def test_broken_json(model):
     (model / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not readable as JSON"):
+        of(model)
+
+
+def test_a_template_that_is_not_utf_8_is_named(model):
+    (model / "chat_template.jinja").write_bytes(b"caf\xe9 {{ messages }}")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: expected UTF-8 text, found byte 0xe9 at offset 3"):
         of(model)
 
 

@@ -174,6 +174,15 @@ def test_parquet_gives_what_json_lines_give(prompts):
     assert len(prompts(None, name="mixed.parquet")) == 2
 
 
+def test_text_in_parquet_that_is_not_utf_8_is_told_by_its_row(complaint):
+    latin = pyarrow.array([b"a", b"caf\xe9"]).view(pyarrow.string())
+    parquet("p.parquet", {"prompt": latin})
+    assert complaint(None, name="p.parquet") == "p.parquet: row 2: expected UTF-8 text, found byte 0xe9"
+    chat = pyarrow.StructArray.from_arrays([pyarrow.array(["user", "user"]), latin], ["role", "content"])
+    parquet("c.parquet", {"messages": pyarrow.ListArray.from_arrays([0, 1, 2], chat)})
+    assert complaint(None, name="c.parquet") == "c.parquet: row 2: expected UTF-8 text, found byte 0xe9"
+
+
 def test_a_wrong_row_of_parquet_is_told_by_its_number(complaint):
     parquet("p.parquet", {"prompt": ["a", None, "b"]})
     assert complaint(None, name="p.parquet") == (
