@@ -66,13 +66,15 @@ def admit(
     candidate, base = located.value, located.path.parent
     progress.stage("checking candidate and budget")
     budget, budget_path = _load_budget(located)
-    targets(budget, candidate.decision)  # before anything is loaded: is there a limit for the decision metric?
+    targets(budget, candidate.decision, candidate.rollout)  # before anything is loaded: is there a limit at all?
     with located.pointing():
         subject = identify(candidate, base)
     accepted = require_valid(budget, subject.student, subject.teacher, subject.environment, accept_stale=accept_stale)
     preflight.check(located, base)
 
-    judge = partial(reach, budget=budget, decision=candidate.decision, accepted=accepted, observe=observe)
+    judge = partial(
+        reach, budget=budget, decision=candidate.decision, rollout=candidate.rollout, accepted=accepted, observe=observe
+    )
     with located.pointing():
         measured, measured_subject = _with_steps_taken(candidate, base, budget, subject, progress)
         with Session(measured, base, progress=progress) as session:
@@ -213,7 +215,7 @@ def _measure(
 ) -> tuple[Measurement, Verdict]:
     """Measures until every limit is decided or the prompts are used up; splits by source where that is asked for."""
     key = measurement_key(subject, session)
-    aims = targets(budget, session.candidate.decision)
+    aims = targets(budget, session.candidate.decision, session.candidate.rollout)
     gathering = Gathering(session, aims, key, fresh=fresh, progress=session.progress)
     gathering.until_decided()
     measurement = gathering.summary()

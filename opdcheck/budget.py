@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opdcheck.calibrate.records import Backtest, BudgetMethod, Evidence, Fitted
-from opdcheck.config import DType, EngineName, Metric, Model
+from opdcheck.config import DType, EngineName, Metric, Model, Source
 from opdcheck.errors import BudgetInvalidError, ConfigError
 from opdcheck.files import write_atomically
 from opdcheck.fingerprint import ModelFingerprint, shorten
@@ -60,6 +60,9 @@ class Limits(Model):
 
     total: Annotated[dict[Metric, Positive], Field(min_length=1)]
     """Of the mean mismatch over tokens and prompts, all sources together."""
+    total_by_source: dict[Source, dict[Metric, Positive] | None] = {}
+    """The total's limit by what causes the mismatch, where a calibration found that it matters: a candidate is held to
+    the strictest of its own. Null: for this one no limit could be certified."""
     per_source: dict[SourceName, dict[Metric, Positive]] = {}
     """Stricter limits for one source alone."""
     per_layer: dict[str, dict[Metric, Positive]] = {}
@@ -168,9 +171,13 @@ def limit_list(limits: Limits) -> list[tuple[str, Metric, float]]:
     found: list[tuple[str, Metric, float]] = [
         (f"total.{metric}", metric, value) for metric, value in limits.total.items()
     ]
-    for group, members in (("per_source", limits.per_source), ("per_layer", limits.per_layer)):
+    for group, members in (
+        ("total_by_source", limits.total_by_source),
+        ("per_source", limits.per_source),
+        ("per_layer", limits.per_layer),
+    ):
         for name, by_metric in members.items():
-            found += [(f"{group}.{name}.{metric}", metric, value) for metric, value in by_metric.items()]
+            found += [(f"{group}.{name}.{metric}", metric, value) for metric, value in (by_metric or {}).items()]
     return found
 
 

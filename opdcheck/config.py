@@ -267,6 +267,10 @@ class Noise(Section):
     """Of the noise."""
 
 
+Source = Literal["quantization", "noise", "staleness"]
+"""Why a rollout policy differs from the trainer's besides its kernels; the KV cache's dtype is `quantization`."""
+
+
 class Rollout(Section):
     """The candidate: who samples, and in what state."""
 
@@ -292,6 +296,18 @@ class Rollout(Section):
     """vLLM only: how many top log-probabilities to ask for per token (0: only the sampled token's)."""
     engine_args: dict[str, Any] = {}
     """Handed to vLLM's `LLM(...)` as they are, after a check against its own argument list."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """What this configuration adds to the kernels' own mismatch. Another checkpoint counts as quantization."""
+        present: dict[Source, bool] = {
+            "quantization": self.quantization is not None
+            or self.kv_cache_dtype not in ("auto", self.dtype)
+            or self.model is not None,
+            "noise": self.noise is not None and (self.noise.weights > 0 or self.noise.logits > 0),
+            "staleness": self.staleness is not None,
+        }
+        return [name for name, there in present.items() if there]
 
 
 class Workload(Section):

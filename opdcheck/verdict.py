@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from opdcheck.budget import Budget, Change, TailLimits
-from opdcheck.config import Decision, Metric, Model
+from opdcheck.config import Decision, Metric, Model, Rollout, Source
 from opdcheck.errors import BudgetInvalidError, ExitCode
 from opdcheck.fingerprint import shorten
 from opdcheck.measurement import Estimator, Measurement, SourceName
@@ -66,6 +66,8 @@ class Verdict(Model):
     metric: Metric
     estimator: Estimator
     limit: float
+    limit_of: Source | None = None
+    """The source whose limit it is, where the budget limits the total by source."""
     mean: float
     """Over prompts, not clipped."""
     interval: tuple[float, float]
@@ -95,13 +97,19 @@ class Target:
 
     metric: Metric
     limit: float
+    of: Source | None = None
+    """The source whose limit this is, where the budget has a limit of the total for each."""
 
 
-def target(budget: Budget, decision: Decision) -> Target:
-    """The decision metric and its limit: the one chosen, else the budget's only one, else `tv`.
+def target(budget: Budget, decision: Decision, rollout: Rollout) -> Target:
+    """The decision metric, and the limit that holds for the candidate's sources.
+
+    The metric is the one chosen, else the budget's only one, else `tv`. Where the budget limits the total by source,
+    the strictest limit among the candidate's sources holds: what it says of one was seen with that one at work. A
+    source that the budget does not list is held to `total`.
 
     Raises:
-        BudgetInvalidError: the budget has no limit for that metric.
+        BudgetInvalidError: the budget has no limit for that metric, or could not certify one for a source.
     """
     limits = budget.limits.total
     metric = decision.metric or (next(iter(limits)) if len(limits) == 1 else "tv")
@@ -110,16 +118,31 @@ def target(budget: Budget, decision: Decision) -> Target:
             f"budget {budget.name} has no limit for {metric}, only for {', '.join(limits)}",
             hint=f"Set `decision.metric: {next(iter(limits))}`, or make a budget that limits {metric}.",
         )
-    return Target(metric, limits[metric])
+    by_source = budget.limits.total_by_source
+    found = [_of_source(budget, metric, source) for source in rollout.sources if source in by_source]
+    if not found or len(found) < len(rollout.sources):
+        found.append(Target(metric, limits[metric]))
+    return min(found, key=lambda aim: aim.limit)
 
 
-def targets(budget: Budget, decision: Decision) -> list[Target]:
+def _of_source(budget: Budget, metric: Metric, source: Source) -> Target:
+    limits = budget.limits.total_by_source[source]
+    if limits is None or metric not in limits:
+        raise BudgetInvalidError(
+            f"budget {budget.name} has no limit for {source}: "
+            + ("its calibration could certify none" if limits is None else f"it has none for {metric}"),
+            hint="Calibrate again with more seeds or with lower levels of it, or leave it out of the candidate.",
+        )
+    return Target(metric, limits[metric], source)
+
+
+def targets(budget: Budget, decision: Decision, rollout: Rollout) -> list[Target]:
     """Every limited total, each to be decided by a gate of its own; the decision metric first.
 
     Raises:
         BudgetInvalidError: as `target`.
     """
-    aim = target(budget, decision)
+    aim = target(budget, decision, rollout)
     return [aim, *(Target(metric, limit) for metric, limit in budget.limits.total.items() if metric != aim.metric)]
 
 
@@ -138,6 +161,7 @@ def reach(
     measurement: Measurement,
     budget: Budget,
     decision: Decision,
+    rollout: Rollout,
     *,
     accepted: Sequence[Change] = (),
     observe: bool = False,
@@ -145,13 +169,14 @@ def reach(
     """The verdict on a measurement.
 
     Args:
+        rollout: the candidate's, whose sources decide which limits hold.
         accepted: fields whose change was forgiven (`budget.require_valid`).
         observe: exit code 0 also for reject and inconclusive.
 
     Raises:
         BudgetInvalidError: the budget has no limit for the decision metric.
     """
-    aim = target(budget, decision)
+    aim = target(budget, decision, rollout)
     values = measurement.prompt_values[aim.metric]
     gate = new_gate(aim, decision)
     gate.update(values)
@@ -162,7 +187,7 @@ def reach(
         *_not_applied(measurement),
         *_lower_bound(measurement, aim),
         *_clipped(gate, aim, mean),
-        *_other_totals(measurement, budget, decision),
+        *_other_totals(measurement, targets(budget, decision, rollout)[1:], decision),
         *_tails(measurement, budget),
         *_sources(measurement, budget, aim, decision),
         *_unmeasured_limits(budget),
@@ -177,6 +202,7 @@ def reach(
         metric=aim.metric,
         estimator=measurement.metrics[aim.metric].estimator,
         limit=aim.limit,
+        limit_of=aim.of,
         mean=mean,
         interval=gate.interval,
         alpha=decision.alpha,
@@ -217,7 +243,7 @@ def _measured(gate: Gate, aim: Target, mean: float, decision: Decision) -> str:
 
 def _finding(gate: Gate, aim: Target, mean: float, decision: Decision) -> tuple[Effect, str]:
     """What a gate says about its limit, and the end of the sentence that says so."""
-    limit = number(aim.limit)
+    limit = number(aim.limit) if aim.of is None else f"{number(aim.limit)} (that of {aim.of})"
     lower, upper = gate.interval
     if gate.state == "reject":
         return "reject", f" is above the limit {limit}"
@@ -292,9 +318,9 @@ def _clipped(gate: Gate, aim: Target, mean: float) -> Iterator[Reason]:
         yield Reason(code="clipped", text=text, value=mean, limit=aim.limit, effect="inconclusive")
 
 
-def _other_totals(measurement: Measurement, budget: Budget, decision: Decision) -> Iterator[Reason]:
+def _other_totals(measurement: Measurement, others: Sequence[Target], decision: Decision) -> Iterator[Reason]:
     """The limited totals besides the decision metric, each through a gate of its own."""
-    for aim in targets(budget, decision)[1:]:
+    for aim in others:
         values = measurement.prompt_values.get(aim.metric)
         if not values:
             text = f"{aim.metric}: the budget limits it, and it was not measured"

@@ -191,7 +191,7 @@ def report(
         student=STUDENT,
         environment=ENVIRONMENT,
         measurement=measured,
-        verdict=reach(measured, against, subject.decision),
+        verdict=reach(measured, against, subject.decision, subject.rollout),
         seconds=48.2,
     )
 

@@ -6,21 +6,22 @@ import pytest
 from samples import budget, measurement, prompt_means, sources, summary
 
 from opdcheck.budget import Change
-from opdcheck.config import Decision
+from opdcheck.config import Decision, Noise, Rollout, Staleness
 from opdcheck.errors import BudgetInvalidError
 from opdcheck.measurement import Part, SourceShare
 from opdcheck.verdict import Target, reach, target
 
 GOOD = measurement(0.0017, prompts=64)
 BAD = measurement(0.0424, prompts=64)
+BF16 = Rollout()
 
 
 def limits(**changes):
     return budget(limits={"total": {"k3": 0.015}, **changes})
 
 
-def verdict(measured, against=None, *, decision=None, **options):
-    return reach(measured, against or budget(), decision or Decision(), **options)
+def verdict(measured, against=None, *, decision=None, rollout=BF16, **options):
+    return reach(measured, against or budget(), decision or Decision(), rollout, **options)
 
 
 def codes(found, effect):
@@ -61,16 +62,36 @@ class TestTotal:
 
 class TestTarget:
     def test_only_metric(self):
-        assert target(budget(), Decision()) == Target("k3", 0.015)
+        assert target(budget(), Decision(), BF16) == Target("k3", 0.015)
 
     def test_tv_where_there_are_several(self):
         several = budget(limits={"total": {"k3": 0.015, "tv": 0.05}})
-        assert target(several, Decision()) == Target("tv", 0.05)
-        assert target(several, Decision(metric="k3")) == Target("k3", 0.015)
+        assert target(several, Decision(), BF16) == Target("tv", 0.05)
+        assert target(several, Decision(metric="k3"), BF16) == Target("k3", 0.015)
 
     def test_several_without_tv_and_no_choice(self):
         with pytest.raises(BudgetInvalidError, match="has no limit for tv, only for k3, kl"):
-            target(budget(limits={"total": {"k3": 0.015, "kl": 0.05}}), Decision())
+            target(budget(limits={"total": {"k3": 0.015, "kl": 0.05}}), Decision(), BF16)
+
+    def test_the_strictest_of_the_candidates_sources(self):
+        by_source = {"noise": {"k3": 0.04}, "quantization": {"k3": 0.02}, "staleness": None}
+        differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
+        noisy = Rollout(noise=Noise(weights=0.1))
+        assert target(differing, Decision(), noisy) == Target("k3", 0.04, "noise")
+        both = noisy.model_copy(update={"kv_cache_dtype": "fp8"})
+        assert target(differing, Decision(), both) == Target("k3", 0.02, "quantization")
+        assert target(differing, Decision(), BF16) == Target("k3", 0.01)
+        with pytest.raises(BudgetInvalidError, match="no limit for staleness: its calibration could certify none"):
+            target(differing, Decision(), Rollout(staleness=Staleness(lag=2)))
+        found = verdict(measurement(0.0424, prompts=64), differing, rollout=both)
+        assert (found.limit, found.limit_of) == (0.02, "quantization")
+        assert "above the limit 0.02 (that of quantization)" in found.against[0].text
+
+    def test_a_source_that_was_not_calibrated_is_held_to_the_total(self):
+        by_source = {"noise": {"k3": 0.04}, "quantization": {"k3": 0.02}}
+        differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
+        stale = Rollout(noise=Noise(weights=0.1), staleness=Staleness(lag=2))
+        assert target(differing, Decision(), stale) == Target("k3", 0.01)
 
     def test_metric_without_a_limit(self):
         with pytest.raises(BudgetInvalidError, match=r"has no limit for tv(.|\n)*decision.metric: k3"):

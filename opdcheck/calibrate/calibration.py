@@ -305,7 +305,7 @@ class Calibrator:
         found = [
             LevelLosses(
                 name=level.name,
-                source=level.source,
+                source=level.limited_as,
                 mismatch=mismatch.metrics[self.calibration.metric],
                 losses=losses[level.name],
             )
@@ -382,11 +382,16 @@ class Calibrator:
 
 
 def limits_of(fit: CalibrationFit, metric: str) -> Limits:
-    """The budget's limits: the total, and stricter ones for sources that take less."""
-    total = fit.total.limit
-    if total is None:
-        raise ValueError("a fit without a limit is no budget")
-    return Limits(total={metric: total})
+    """The budget's limits: one for all sources, or one for each where they differ.
+
+    Then `total`, which holds for what has no limit of its own, is the strictest of all.
+    """
+    by_source = {source: one.limit for source, one in fit.by_source.items()}
+    total = min(limit for limit in (fit.total.limit, *by_source.values()) if limit is not None)
+    return Limits(
+        total={metric: total},
+        total_by_source={source: None if limit is None else {metric: limit} for source, limit in by_source.items()},
+    )
 
 
 def runs_folder(calibration: Calibration, base: Path) -> Path:

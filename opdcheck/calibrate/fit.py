@@ -9,7 +9,7 @@ import numpy as np
 
 from opdcheck.calibrate.file import QualityName
 from opdcheck.calibrate.records import CalibrationFit, Fit, LevelTest
-from opdcheck.config import Model
+from opdcheck.config import Model, Source
 from opdcheck.errors import OpdcheckError
 from opdcheck.stats.hinge import benchmark_doses, fit_hinge, resample_seeds, source_agreement
 from opdcheck.stats.noninferiority import fixed_sequence, lower_bound
@@ -28,7 +28,7 @@ class LevelLosses(Model):
     """One level of mismatch and what training under it cost."""
 
     name: str
-    source: str
+    source: Source
     mismatch: float
     """Mean of the calibration's metric, as `admit` measures it."""
     losses: list[float]
@@ -62,7 +62,7 @@ def calibrate_limits(
     total = fit_levels(ordered, margin, alpha)
     sources = list(dict.fromkeys(level.source for level in levels))
     p_value = None
-    by_source: dict[str, Fit] = {}
+    by_source: dict[Source, Fit] = {}
     if len(sources) > 1:
         mismatch, losses = _arrays(ordered)
         p_value = source_agreement(
@@ -73,7 +73,7 @@ def calibrate_limits(
             by_source = {
                 source: fit_levels(group, margin, alpha) for source, group in grouped.items() if len(group) > 1
             }
-    if total.limit is None:
+    if total.limit is None and all(fit.limit is None for fit in by_source.values()):
         raise _cannot_certify(total, len(gains), quality)
     return CalibrationFit(
         gain=math.fsum(gains) / len(gains),

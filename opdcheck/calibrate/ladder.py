@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from opdcheck.calibrate.file import Calibration
-from opdcheck.config import Candidate, Decision, Noise, Quantization, Rollout, Staleness
+from opdcheck.config import Candidate, Decision, Noise, Quantization, Rollout, Source, Staleness
 
 LadderSource = Literal["none", "noise", "logit_noise", "staleness", "quantization", "kv_cache", "mixture"]
 """Where a level's mismatch comes from. `none`: the unperturbed run that all others are paired with."""
+
+
+_LIMITED: dict[LadderSource, Source] = {
+    "noise": "noise",
+    "logit_noise": "noise",
+    "staleness": "staleness",
+    "quantization": "quantization",
+    "kv_cache": "quantization",
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,15 @@ class Level:
     """Such as `noise 0.05`; unique within a ladder."""
     source: LadderSource
     rollout: Rollout
+
+    @property
+    def limited_as(self) -> Source:
+        """The source whose limit this level informs.
+
+        Raises:
+            KeyError: it has none, or several.
+        """
+        return _LIMITED[self.source]
 
     @property
     def slug(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from opdcheck.calibrate.file import Method, QualityName
-from opdcheck.config import Metric, Model
+from opdcheck.config import Metric, Model, Source
 
 
 class BudgetMethod(Method):
@@ -61,7 +61,7 @@ class CalibrationFit(Model):
     gain_lower: float
     """Its lower confidence bound, of which the margin is a share."""
     total: Fit
-    by_source: dict[str, Fit] = {}
+    by_source: dict[Source, Fit] = {}
     """One fit for each source with at least two levels, where the sources disagree."""
     agreement_p: float | None = None
     """Chance of sources as different as these if one hinge served all; None with a single source."""

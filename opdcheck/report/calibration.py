@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opdcheck.budget import Budget
-from opdcheck.calibrate.records import Backtest, BudgetMethod, Fitted
+from opdcheck.calibrate.records import Backtest, BudgetMethod, Fit, Fitted
 from opdcheck.report.curve import draw, losses
 from opdcheck.units import LOST, lost, number, percent, plural, quantity
 
@@ -35,17 +35,29 @@ def finding(budget: Budget) -> str:
         ValueError: the budget was not calibrated.
     """
     fit = _fit(budget)
-    total, limit = fit.total, budget.limits.total.get(fit.metric)
-    shown = quantity(fit.metric, limit or 0.0)
-    if total.censored:
-        return f"Limit {fit.metric} {shown}, censored: no level lost more than the margin, so the true limit is higher."
-    why = (
-        "the last level that passed its test"
-        if limit == total.certified
-        else f"the lower bound of the mismatch at which the loss reaches the margin (last level passed: "
-        f"{number(total.certified or 0.0)})"
+    if not fit.by_source:
+        return f"Limit {_limit(fit.total, fit.metric)}."
+    listed = "; ".join(f"{source} {_limit(one, fit.metric)}" for source, one in fit.by_source.items())
+    strictest = quantity(fit.metric, budget.limits.total[fit.metric])
+    return (
+        f"The sources differ (p {number(fit.agreement_p or 0.0)}), so each has a limit of its own, and a candidate is "
+        f"held to the strictest of those it has. {listed[0].upper()}{listed[1:]}. Anything else: {strictest}."
     )
-    return f"Limit {fit.metric} {shown}: {why}."
+
+
+def _limit(fit: Fit, metric: str) -> str:
+    """A limit and what it rests on."""
+    if fit.limit is None:
+        return "none: not even its lowest level could be certified"
+    shown = f"{metric} {quantity(metric, fit.limit)}"
+    if fit.censored:
+        return f"{shown}, censored (no level lost more than the margin, so the true limit is higher)"
+    if fit.limit == fit.certified:
+        return f"{shown} (the last level that passed its test)"
+    return (
+        f"{shown} (the lower bound of the mismatch at which the loss reaches the margin; last level passed: "
+        f"{number(fit.certified or 0.0)})"
+    )
 
 
 def level_rows(budget: Budget) -> list[LevelRow]:
@@ -93,9 +105,9 @@ def facts(budget: Budget) -> Iterator[tuple[str, str]]:
     if fit.agreement_p is not None:
         agree = "one limit serves all sources" if not fit.by_source else "the sources differ"
         yield "sources", f"{agree} (p {number(fit.agreement_p)})"
-    for source, of_source in fit.by_source.items():
-        limit = "none certified" if of_source.limit is None else f"{fit.metric} {number(of_source.limit)}"
-        yield f"  {source.replace('_', ' ')}", limit + (", censored" if of_source.censored else "")
+    for source, one in fit.by_source.items():
+        certified = "no level certified" if one.certified is None else f"certified {number(one.certified)}"
+        yield f"  {source}", f"{certified}, dose bound {number(one.bmdl)}"
 
 
 def describe_method(method: BudgetMethod) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from opdcheck.budget import Budget
 from opdcheck.calibrate.file import QualityName
-from opdcheck.calibrate.records import Evidence, Fitted
+from opdcheck.calibrate.records import Evidence, Fit, Fitted
 from opdcheck.units import LOST, number
 
 SIZE_INCHES = (8.0, 4.8)
@@ -40,7 +40,8 @@ def draw(budget: Budget, *, format: str = "png", dots_per_inch: int = 150) -> by
     with pyplot.rc_context({"svg.hashsalt": "opdcheck", "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=SIZE_INCHES, layout="constrained")
         _points(axes, budget.evidence, budget.fit)
-        _fit(axes, budget)
+        axes.autoscale(False)
+        _fit(axes, budget.fit)
         axes.set_xlabel(f"mismatch as admit measures it: {budget.fit.metric}")
         axes.set_ylabel(LOST[budget.fit.quality])
         axes.set_title(_title(budget), loc="left", fontsize=10)
@@ -75,23 +76,26 @@ def _points(axes: Any, evidence: list[Evidence], fit: Fitted) -> None:
         axes.scatter([mismatch], [mean], s=36, marker=MARKERS.get(one.source, "o"), color=colour, label=label)
 
 
-def _fit(axes: Any, budget: Budget) -> None:
-    if budget.fit is None:
-        return
-    total = budget.fit.total
-    highest = max(one.mismatch[budget.fit.metric] for one in budget.evidence)
-    hinge = [0.0, total.threshold, highest]
-    axes.plot(
-        hinge,
-        [total.slope * max(0.0, x - total.threshold) for x in hinge],
-        color="#333333",
-        linewidth=1.2,
-        label="hinge",
-    )
+def _fit(axes: Any, fit: Fitted) -> None:
+    """Hinge and limit: one for all, or one for each source in its colour."""
     axes.axhline(0, color="#999999", linewidth=0.6)
-    axes.axhline(total.margin, color="#e6a000", linewidth=1, linestyle="--", label=f"margin {number(total.margin)}")
-    if total.limit is not None:
-        axes.axvline(total.limit, color="#111111", linewidth=1.4, label=f"limit {number(total.limit)}")
+    axes.axhline(
+        fit.total.margin, color="#e6a000", linewidth=1, linestyle="--", label=f"margin {number(fit.total.margin)}"
+    )
+    for source, one in fit.by_source.items() or {"": fit.total}.items():
+        _hinge_and_limit(axes, source, one)
+
+
+def _hinge_and_limit(axes: Any, source: str, fit: Fit) -> None:
+    colour = COLOURS.get(source, "#333333")
+    of = f", {source}" if source else ""
+    xs = sorted({0.0, fit.threshold, axes.get_xlim()[1]})
+    axes.plot(
+        xs, [fit.slope * max(0.0, x - fit.threshold) for x in xs], color=colour, linewidth=1.1, label=f"hinge{of}"
+    )
+    if fit.limit is not None:
+        label = f"limit {number(fit.limit)}{of}{' (censored)' if fit.censored else ''}"
+        axes.axvline(fit.limit, color=colour, linewidth=1.3, linestyle=":", label=label)
 
 
 def _title(budget: Budget) -> str:

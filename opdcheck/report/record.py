@@ -48,6 +48,7 @@ class Report(Model):
             self.measurement,
             self.budget,
             self.candidate.decision,
+            self.candidate.rollout,
             accepted=self.verdict.forgiven,
             observe=self.verdict.observed,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from opdcheck.calibrate.calibration import limits_of
 from opdcheck.calibrate.fit import CannotCalibrateError, LevelLosses, calibrate_limits
 
 LEVELS = [0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15]
@@ -72,7 +73,23 @@ def test_sources_that_disagree_get_fits_of_their_own() -> None:
     assert fit.by_source["noise"].limit < fit.by_source["staleness"].limit
 
 
+def test_limits_by_source() -> None:
+    """The strictest of all is the total, which holds for whatever has no limit of its own."""
+    fit = limits([*made(0.05, 2.0), *made(0.1, 2.0, source="staleness", seed=1)])
+    found = limits_of(fit, "tv")
+    noise, staleness = fit.by_source["noise"].limit, fit.by_source["staleness"].limit
+    assert found.total_by_source == {"noise": {"tv": noise}, "staleness": {"tv": staleness}}
+    assert found.total == {"tv": min(noise, staleness, fit.total.limit)}
+
+
+def test_a_source_whose_lowest_level_fails_has_no_limit() -> None:
+    fit = limits([*made(0.05, 2.0), *made(-0.2, 2.0, source="quantization", seed=1)])
+    assert fit.by_source["quantization"].limit is None
+    assert limits_of(fit, "tv").total_by_source["quantization"] is None
+
+
 def test_sources_that_agree_share_one() -> None:
     fit = limits([*made(0.05, 2.0), *made(0.05, 2.0, source="staleness", seed=1)])
     assert fit.agreement_p > 0.05
     assert fit.by_source == {}
+    assert limits_of(fit, "tv").total_by_source == {}
