@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from opdcheck.calibrate.records import Backtest, BudgetMethod, Evidence, Fitted
 from opdcheck.config import DType, EngineName, Metric, Model, Source
@@ -21,7 +21,17 @@ from opdcheck.fingerprint import ModelFingerprint, shorten
 from opdcheck.measurement import SourceName
 from opdcheck.units import number, quantity
 
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+SMALLEST_LIMIT = 1e-12
+"""Far below what float32 can tell from no mismatch at all; the interval's arithmetic fails at still smaller numbers."""
+
+
+def _large_enough(limit: float) -> float:
+    if limit < SMALLEST_LIMIT:
+        raise ValueError(f"expected at least {SMALLEST_LIMIT:g}, found {limit!r}; no measurement tells so little")
+    return limit
+
+
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), AfterValidator(_large_enough)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TokenMetric = Literal["tv", "kl", "k1", "k3", "abs_dlogp", "token_mult_prob_error", "probs_diff"]
 
@@ -138,9 +148,18 @@ class Budget(Model):
         return self
 
     def refusals(self) -> list[tuple[str, str]]:
-        """Limits that cannot be decided on, as (key, what is wrong)."""
+        """Limits that cannot be decided on or that nothing stands behind, as (key, what is wrong)."""
         null = self.floor.trainer_null if self.floor else {}
-        found = []
+        found: list[tuple[str, str]] = []
+        if self.provenance == "calibrated":
+            found += [
+                (key, f"required by `provenance: calibrated` ({what}); a limit set by hand is `provenance: declared`")
+                for key, value, what in (
+                    ("method", self.method, "how the student was trained"),
+                    ("fit", self.fit, "how the limit came about"),
+                )
+                if value is None
+            ]
         for where, metric, limit in limit_list(self.limits):
             if metric == "tv" and limit >= 1:
                 found.append((f"limits.{where}", f"total variation is at most 1, so {number(limit)} limits nothing"))

@@ -10,7 +10,7 @@ from typing import get_args
 
 from opdcheck import preflight
 from opdcheck.admission import identify
-from opdcheck.budget import Budget, Floor, Limits
+from opdcheck.budget import SMALLEST_LIMIT, Budget, Floor, Limits
 from opdcheck.complaints import one_of
 from opdcheck.config import Metric, load_candidate
 from opdcheck.errors import ConfigError, EngineError
@@ -89,6 +89,11 @@ def check_limits(total: Mapping[str, float]) -> None:
             raise ConfigError(f"--limit: {one_of(get_args(Metric), metric)}", hint=form)
         if not (math.isfinite(limit) and limit > 0):
             raise ConfigError(f"--limit {metric}={limit:g}: expected a finite number above 0", hint=form)
+        if limit < SMALLEST_LIMIT:
+            raise ConfigError(
+                f"--limit {metric}={limit:g}: expected at least {SMALLEST_LIMIT:g}; no measurement tells so little",
+                hint=form,
+            )
         if metric == "tv" and limit >= 1:
             raise ConfigError(f"--limit tv={limit:g}: total variation is at most 1, so this limits nothing", hint=form)
 

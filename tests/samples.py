@@ -84,6 +84,33 @@ def budget(**changes: Any) -> Budget:
     return Budget.checked(**{**fields, **changes})
 
 
+METHOD = {"learning_rate": 1e-5, "steps": 100, "batch_size": 16, "temperature": 1.0, "max_completion_length": 512}
+FIT = {
+    "metric": "k3",
+    "quality": "final",
+    "margin_share": 0.1,
+    "alpha": 0.05,
+    "gain": 0.2,
+    "gain_lower": 0.18,
+    "total": {
+        "margin": 0.018,
+        "tests": [{"name": "noise 0.1", "mismatch": 0.015, "mean": 0.001, "upper": 0.01, "passed": True}],
+        "certified": 0.015,
+        "threshold": 0.012,
+        "slope": 1.5,
+        "benchmark_dose": 0.03,
+        "bmdl": 0.02,
+        "censored": False,
+        "limit": 0.015,
+    },
+}
+
+
+def calibrated(**changes: Any) -> Budget:
+    """The same limit, found by trainings."""
+    return budget(**{"provenance": "calibrated", "reason": None, "method": METHOD, "fit": FIT, **changes})
+
+
 def prompt_means(mean: float, prompts: int, *, cv: float = 0.4, seed: int = 0) -> list[float]:
     """Lognormal values whose sample mean is exactly `mean`."""
     draw = random.Random(seed)

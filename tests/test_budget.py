@@ -5,7 +5,7 @@ import re
 
 import pytest
 from inline_snapshot import snapshot
-from samples import ENVIRONMENT, STUDENT, budget
+from samples import ENVIRONMENT, STUDENT, budget, calibrated
 
 from opdcheck.budget import Budget, Change, changes, load_budget, no_budget_named, require_valid, write_budget
 from opdcheck.environment import current_environment, public_version
@@ -56,7 +56,7 @@ class TestFile:
 
     def test_calibrated_without_floor_and_with_a_bare_date(self, tmp_path):
         path = tmp_path / "b.yaml"
-        write_budget(path, budget(provenance="calibrated", floor=None))
+        write_budget(path, calibrated(floor=None))
         path.write_text(re.sub("created: .*", "created: 2026-12-01", path.read_text()))
         assert load_budget(path).created == "2026-12-01"
 
@@ -65,6 +65,9 @@ class TestFile:
         [
             ("k3: 0.015", "k3: 0", r"b\.yaml:\d+: limits\.total\.k3: .*above 0"),
             ("k3: 0.015", "k3: .inf", r"limits\.total\.k3"),
+            ("k3: 0.015", "k3: 1.0e-310", r"b\.yaml:\d+: limits\.total\.k3: expected at least 1e-12, found 1e-310"),
+            ("prefix_shift: null", "prefix_shift: 1.0e-13", r"b\.yaml:\d+: limits\.prefix_shift: expected at least"),
+            ("provenance: declared", "provenance: calibrated", r"b\.yaml:\d+: method: required by `provenance: calib"),
             ("k3: 0.015", "k9: 0.015", r"limits\.total"),
             ("    k3: 0.015", "    {}", r"limits\.total"),
             ("k3: 0.015", "tv: 1.5", r"b\.yaml:\d+: limits\.total\.tv: .*limits nothing"),
@@ -85,6 +88,15 @@ class TestFile:
         with pytest.raises(ConfigError, match=message) as caught:
             load_budget(path)
         assert str(path) in str(caught.value)
+
+    @pytest.mark.parametrize("key", ["method", "fit"])
+    def test_calibrated_without_its_evidence_is_refused(self, tmp_path, key):
+        path = tmp_path / "b.yaml"
+        write_budget(path, calibrated().model_copy(update={key: None}))
+        line = path.read_text().splitlines().index(f"{key}: null") + 1
+        with pytest.raises(ConfigError) as caught:
+            load_budget(path)
+        assert caught.value.message.startswith(f"{path}:{line}: {key}: required by `provenance: calibrated`")
 
     def test_no_such_file(self, tmp_path):
         with pytest.raises(ConfigError, match="no such file"):

@@ -15,6 +15,7 @@ from opdcheck.errors import ConfigError, EngineError
         ({"k4": 0.1}, "--limit: expected one of `tv`, `kl`, `k3`, `abs_dlogp`"),
         ({"k3": -0.1}, "--limit k3=-0.1: expected a finite number above 0"),
         ({"k3": 0.0}, "--limit k3=0: expected a finite number above 0"),
+        ({"k3": 1e-310}, "--limit k3=1e-310: expected at least 1e-12"),
         ({"k3": math.nan}, "--limit k3=nan: expected a finite number above 0"),
         ({"k3": math.inf}, "--limit k3=inf: expected a finite number above 0"),
         ({"k3": 0.01, "tv": 1.0}, "--limit tv=1: total variation is at most 1, so this limits nothing"),

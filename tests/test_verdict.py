@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from samples import budget, measurement, prompt_means, sources, summary
+from samples import budget, calibrated, measurement, prompt_means, sources, summary
 
 from opdcheck.budget import Change
 from opdcheck.config import Decision, Noise, Rollout, Staleness
@@ -244,7 +244,7 @@ class TestWording:
     def test_declared_is_said_with_its_reason(self):
         (note,) = [reason for reason in verdict(GOOD).reasons if reason.code == "declared"]
         assert "prime-rl's acceptance rule" in note.text
-        assert "declared" not in codes(verdict(GOOD, budget(provenance="calibrated")), "note")
+        assert "declared" not in codes(verdict(GOOD, calibrated()), "note")
 
     def test_forgiven_is_said(self):
         change = Change(field="environment.vllm", stored="0.32.0", found="0.33.0")

@@ -28,6 +28,7 @@ def test_a_budget_is_written(project):
         (["k3=0.1", "k3=0.2"], "--limit: k3 is given twice"),
         (["k4=0.1"], "--limit: expected one of"),
         (["tv=1"], "--limit tv=1: total variation is at most 1"),
+        (["k3=1e-310"], "--limit k3=1e-310: expected at least 1e-12"),
         (["k3=nan"], "--limit k3=nan: expected a finite number above 0"),
     ],
 )
