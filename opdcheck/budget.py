@@ -18,6 +18,7 @@ from opdcheck.config import DType, EngineName, Metric, Model, Source
 from opdcheck.errors import BudgetInvalidError, ConfigError
 from opdcheck.files import write_atomically
 from opdcheck.fingerprint import ModelFingerprint, shorten
+from opdcheck.kinds import BUDGET
 from opdcheck.measurement import SourceName
 from opdcheck.units import number, quantity
 
@@ -211,7 +212,7 @@ def load_budget(path: Path) -> Budget:
     """
     from opdcheck.yamlfile import load_located
 
-    located = load_located(path, Budget)
+    located = load_located(path, Budget, BUDGET)
     for key, message in located.value.refusals():
         raise located.error(key, message)
     return located.value

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from opdcheck import yamlfile
 from opdcheck.complaints import complaints, describe, one_of
 from opdcheck.errors import ConfigError
+from opdcheck.kinds import CANDIDATE
 from opdcheck.yamlfile import Located
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -391,7 +392,7 @@ def load_candidate(
     Raises:
         ConfigError: one line per mistake, in file order, each `FILE:LINE: key.path: expected ..., found ...`.
     """
-    located = yamlfile.load_located(path, Candidate)
+    located = yamlfile.load_located(path, Candidate, CANDIDATE)
     return override(located, overrides or {}, flags=flags, budget_must_exist=budget_must_exist)
 
 

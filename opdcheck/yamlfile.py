@@ -27,6 +27,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from opdcheck.complaints import Key, complaints
 from opdcheck.errors import ConfigError, one_line
+from opdcheck.kinds import Kind, kind_of
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -108,8 +109,11 @@ def load(path: Path, model: type[T]) -> T:
     return load_located(path, model).value
 
 
-def load_located(path: Path, model: type[T]) -> Located[T]:
+def load_located(path: Path, model: type[T], expected: Kind | None = None) -> Located[T]:
     """As `load`, and keeps the positions of all keys.
+
+    Args:
+        expected: the kind of file that this should be; another one is then refused as a whole, not key by key.
 
     Raises:
         ConfigError: as `load`.
@@ -117,12 +121,16 @@ def load_located(path: Path, model: type[T]) -> Located[T]:
     text = read_text(path)
     tree = _parse(path, text)
     plain = _to_plain(path, tree, ())
+    found = kind_of(plain)
+    if expected is not None and found is not None and found is not expected:
+        wanted = f"expected a {expected.name} file ({expected.shown})"
+        raise ConfigError(f"{path}: this is a {found.name} file; {wanted}", hint=found.purpose)
     # Through JSON, because pydantic's strict mode then means what a file can say: a list for a tuple, text for a date.
     try:
         value = model.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
-        found = [(complaint.key, complaint.message) for complaint in complaints(error, model, plain)]
-        raise Located(model.model_construct(), path, tree).errors(found) from None
+        wrong = [(complaint.key, complaint.message) for complaint in complaints(error, model, plain)]
+        raise Located(model.model_construct(), path, tree).errors(wrong) from None
     return Located(value, path, tree)
 
 
