@@ -308,6 +308,12 @@ def context_length(ref: ModelRef, base: Path) -> int | None:
     return _max_positions(load_config(ref, base))
 
 
+def vocabulary_size(ref: ModelRef, base: Path) -> int | None:
+    """How many tokens the model has logits for; None where its configuration does not say."""
+    size = getattr(load_config(ref, base).get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def hidden_bytes(ref: ModelRef, base: Path) -> int:
     """Bytes of one token's final hidden state, at most (float32)."""
     return 4 * int(load_config(ref, base).get_text_config().hidden_size)

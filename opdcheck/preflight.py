@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a model is loaded: engine arguments, kernels, shapes, skipped layers."""
+"""What can be known to be wrong before a model is loaded: engine arguments, kernels, vocabularies, shapes, layers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def check(located: Located[Candidate], base: Path) -> None:
     """
     if located.value.rollout.engine == "vllm":
         _check_vllm(located)
+    _check_vocabularies(located, base)
     _check_layers(located, base)
 
 
@@ -41,6 +42,25 @@ def _scheme_name(quantization: object) -> str | None:
     if isinstance(quantization, Quantization):
         return quantization.scheme
     return quantization if isinstance(quantization, str) else None
+
+
+def _check_vocabularies(located: Located[Candidate], base: Path) -> None:
+    """Token ids and distributions are compared one by one, so both sides must have the same tokens."""
+    from opdcheck.models import vocabulary_size
+
+    student, rollout = located.value.student, located.value.rollout
+    stale = rollout.staleness.as_model() if rollout.staleness else None
+    if stale is not None:  # older weights of the student: its code is theirs
+        stale = stale.model_copy(update={"trust_remote_code": student.trust_remote_code})
+    for key, model in (("rollout.model", rollout.model), ("rollout.staleness.checkpoint", stale)):
+        if model is None:
+            continue
+        found, wanted = vocabulary_size(model, base), vocabulary_size(student, base)
+        if found is not None and wanted is not None and found != wanted:
+            raise located.error(
+                key,
+                f"{model.path} has a vocabulary of {found:,} tokens, the student one of {wanted:,}; expected the same",
+            )
 
 
 def _check_layers(located: Located[Candidate], base: Path) -> None:

@@ -171,6 +171,26 @@ def test_a_stale_checkpoint_of_another_shape_is_pointed_at(project):
     assert "stale.yaml:6: rollout.staleness.checkpoint: ./stale has model.layers.0" in ran.err
 
 
+@pytest.mark.parametrize("size", [200, 300])
+@pytest.mark.parametrize(
+    ("rollout", "line"),
+    [
+        ("model:\n  path: ./other", "5: rollout.model"),
+        ("staleness:\n  checkpoint: ./other", "6: rollout.staleness.checkpoint"),
+    ],
+)
+def test_another_vocabulary_is_found_before_any_weights_are_loaded(project, size, rollout, line):
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config = AutoConfig.from_pretrained(project.student)
+    config.vocab_size = size
+    LlamaForCausalLM(config).save_pretrained(project.folder / "other")
+    project.monkeypatch.setattr("opdcheck.models.load_causal_lm", lambda *_, **__: pytest.fail("loaded"))
+    ran, _ = project.admit(project.candidate("other", rollout))
+    assert ran.code == 2, ran.err
+    assert f"other.yaml:{line}: ./other has a vocabulary of {size} tokens, the student one of 260" in ran.err
+
+
 def test_the_second_run_answers_from_the_cache(project):
     candidate = project.candidate("noisy", NOISE)
     first = project.admit(candidate)[1]
