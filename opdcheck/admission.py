@@ -198,7 +198,7 @@ def _with_steps_taken(
             hint="Use a calibrated budget (`opdcheck calibrate`), or name older weights as "
             "`rollout.staleness.checkpoint`.",
         )
-    from opdcheck.calibrate.ahead import with_steps_taken
+    from opdcheck.calibration.ahead import with_steps_taken
 
     ahead = with_steps_taken(candidate, base, budget.method, progress=progress)
     return ahead, identify(ahead, base)

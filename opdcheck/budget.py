@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from opdcheck.calibrate.records import Backtest, BudgetMethod, Evidence, Fitted
+from opdcheck.calibration.records import Backtest, BudgetMethod, Evidence, Fitted
 from opdcheck.config import DType, EngineName, Metric, Model, Source
 from opdcheck.errors import BudgetInvalidError, ConfigError
 from opdcheck.files import write_atomically

@@ -19,7 +19,7 @@ def backtest(
 ) -> None:
     """Compare the gate's verdicts with full trainings, on configurations that the calibration never saw."""
     from opdcheck.budget import load_budget, write_budget
-    from opdcheck.calibrate.backtest import backtest as run
+    from opdcheck.calibration.backtest import backtest as run
     from opdcheck.cli import output
     from opdcheck.cli.budget_show import show_backtest
     from opdcheck.cli.console import TerminalProgress, log_console, result_console

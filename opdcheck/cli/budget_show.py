@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
-from opdcheck.calibrate.records import Backtest
+from opdcheck.calibration.records import Backtest
 from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
 from opdcheck.report.calibration import backtest_summary, describe_method, facts, finding, level_rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from opdcheck.calibrate.calibration import Plan
+    from opdcheck.calibration.calibrator import Plan
 
 
 def calibrate(
@@ -22,8 +22,8 @@ def calibrate(
     Writes the budget that the file names, and beside it a picture (.png) and a report (.html). Finished trainings are
     kept: after a kill the same command goes on.
     """
-    from opdcheck.calibrate.calibration import Calibrator
-    from opdcheck.calibrate.file import load_calibration
+    from opdcheck.calibration.calibrator import Calibrator
+    from opdcheck.calibration.file import load_calibration
     from opdcheck.cli import budget_show, output
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
     from opdcheck.config import resolve

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opdcheck.budget import Budget
-from opdcheck.calibrate.records import Backtest, BudgetMethod, Fit, Fitted
+from opdcheck.calibration.records import Backtest, BudgetMethod, Fit, Fitted
 from opdcheck.report.curve import draw, losses
 from opdcheck.units import LOST, lost, number, percent, plural, quantity
 

@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from opdcheck.budget import Budget
-from opdcheck.calibrate.file import QualityName
-from opdcheck.calibrate.records import Evidence, Fit, Fitted
+from opdcheck.calibration.file import QualityName
+from opdcheck.calibration.records import Evidence, Fit, Fitted
 from opdcheck.units import LOST, number
 
 SIZE_INCHES = (8.0, 4.8)

@@ -6,7 +6,7 @@ import math
 import pytest
 from samples import admitted, budget, inconclusive, measurement, rejected, report
 
-from opdcheck.calibrate.records import Evidence
+from opdcheck.calibration.records import Evidence
 from opdcheck.errors import ConfigError
 from opdcheck.report.record import budget_summary, from_json, to_json
 

@@ -17,9 +17,9 @@ from addition import ADDITION
 
 from opdcheck.admission import admit
 from opdcheck.budget import load_budget
-from opdcheck.calibrate.backtest import backtest
-from opdcheck.calibrate.calibration import Calibrator, plan
-from opdcheck.calibrate.file import load_calibration
+from opdcheck.calibration.backtest import backtest
+from opdcheck.calibration.calibrator import Calibrator, plan
+from opdcheck.calibration.file import load_calibration
 from opdcheck.config import ModelRef
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.models import load_causal_lm
@@ -206,7 +206,7 @@ def test_a_full_disk_keeps_what_is_finished(calibration_file: Path, monkeypatch:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("opdcheck.calibrate.store.write_atomically", full)
+    monkeypatch.setattr("opdcheck.calibration.store.write_atomically", full)
     with pytest.raises(EngineError, match="No space left on device") as caught:
         calibrator.mismatch(calibrator.levels[0])
     assert "the same command goes on" in str(caught.value)

@@ -107,7 +107,7 @@ def open_side(
     """The rollout side of one training: the candidate's engine and perturbations, behind by the candidate's lag."""
     side: RolloutSide
     if candidate.rollout.engine == "vllm":
-        from opdcheck.calibrate.vllm_side import VllmSide
+        from opdcheck.calibration.vllm_side import VllmSide
 
         side = VllmSide(student, candidate, base, prompts=prompts, run_seed=run_seed, calibration_ids=calibration_ids)
     else:

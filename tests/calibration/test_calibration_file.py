@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opdcheck.calibrate.file import Calibration, load_calibration
+from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.errors import ConfigError
 from opdcheck.yamlfile import Located
 

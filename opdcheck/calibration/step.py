@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from opdcheck.batches import completion_rows, length_batches, teacher_forced
-from opdcheck.calibrate.divergence import generalized_jsd, policy_gradient, sampled_reverse_kl_advantages
-from opdcheck.calibrate.file import Method
-from opdcheck.calibrate.optimizer import MasterAdamW
+from opdcheck.calibration.divergence import generalized_jsd, policy_gradient, sampled_reverse_kl_advantages
+from opdcheck.calibration.file import Method
+from opdcheck.calibration.optimizer import MasterAdamW
 from opdcheck.models import CausalLM, memory_explained
 from opdcheck.rollouts import Rollout
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from opdcheck.calibrate.calibration import Calibrator
-from opdcheck.calibrate.file import Method, load_calibration
-from opdcheck.calibrate.ladder import Level, as_candidate
-from opdcheck.calibrate.optimizer import MasterAdamW, learning_rate
-from opdcheck.calibrate.step import Trainer
-from opdcheck.calibrate.training import Setup, Training, prompt_order, train
+from opdcheck.calibration.calibrator import Calibrator
+from opdcheck.calibration.file import Method, load_calibration
+from opdcheck.calibration.ladder import Level, as_candidate
+from opdcheck.calibration.optimizer import MasterAdamW, learning_rate
+from opdcheck.calibration.step import Trainer
+from opdcheck.calibration.training import Setup, Training, prompt_order, train
 from opdcheck.config import Noise, Staleness
 from opdcheck.errors import EngineError
 from opdcheck.perturb.live import snapshot

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from opdcheck.calibrate.divergence import group_advantages
-from opdcheck.calibrate.file import Method, QualityName
-from opdcheck.calibrate.quality import Evaluator, Quality
-from opdcheck.calibrate.rollout_side import StaleSide, open_side
-from opdcheck.calibrate.step import StepStats, Trainer
-from opdcheck.calibrate.verifier import AnswerChecker
+from opdcheck.calibration.divergence import group_advantages
+from opdcheck.calibration.file import Method, QualityName
+from opdcheck.calibration.quality import Evaluator, Quality
+from opdcheck.calibration.rollout_side import StaleSide, open_side
+from opdcheck.calibration.step import StepStats, Trainer
+from opdcheck.calibration.verifier import AnswerChecker
 from opdcheck.config import Candidate, Model
 from opdcheck.engines.transformers_engine import TransformersEngine
 from opdcheck.errors import EngineError

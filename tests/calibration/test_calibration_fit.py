@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opdcheck.calibrate.calibration import limits_of
-from opdcheck.calibrate.fit import CannotCalibrateError, LevelLosses, calibrate_limits
+from opdcheck.calibration.calibrator import limits_of
+from opdcheck.calibration.fit import CannotCalibrateError, LevelLosses, calibrate_limits
 
 LEVELS = [0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15]
 GAINS = [0.98, 1.0, 1.02, 1.0, 1.0]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from opdcheck.calibrate.calibration import Calibrator
-from opdcheck.calibrate.file import load_calibration
-from opdcheck.calibrate.ladder import as_candidate
-from opdcheck.calibrate.training import Training
+from opdcheck.calibration.calibrator import Calibrator
+from opdcheck.calibration.file import load_calibration
+from opdcheck.calibration.ladder import as_candidate
+from opdcheck.calibration.training import Training
 from opdcheck.progress import Silent
 
 pytest.importorskip("vllm")

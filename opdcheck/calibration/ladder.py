@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from opdcheck.calibrate.file import Calibration
+from opdcheck.calibration.file import Calibration
 from opdcheck.config import Candidate, Decision, Noise, Quantization, Rollout, Source, Staleness
 
 LadderSource = Literal["none", "noise", "logit_noise", "staleness", "quantization", "kv_cache", "mixture"]

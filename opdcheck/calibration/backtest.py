@@ -14,10 +14,10 @@ import numpy as np
 
 from opdcheck.admission import admit
 from opdcheck.budget import Budget, load_budget
-from opdcheck.calibrate.calibration import Calibrator
-from opdcheck.calibrate.file import Calibration, load_calibration
-from opdcheck.calibrate.ladder import Level
-from opdcheck.calibrate.records import Backtest, BacktestRow, Fitted
+from opdcheck.calibration.calibrator import Calibrator
+from opdcheck.calibration.file import Calibration, load_calibration
+from opdcheck.calibration.ladder import Level
+from opdcheck.calibration.records import Backtest, BacktestRow, Fitted
 from opdcheck.config import Candidate, load_candidate, resolve
 from opdcheck.errors import ConfigError
 from opdcheck.progress import Progress, Silent

@@ -8,9 +8,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from opdcheck.calibrate.file import Method
-from opdcheck.calibrate.laboratory import Laboratory
-from opdcheck.calibrate.store import content_key
+from opdcheck.calibration.file import Method
+from opdcheck.calibration.laboratory import Laboratory
+from opdcheck.calibration.store import content_key
 from opdcheck.config import Candidate, Rollout, Staleness
 from opdcheck.files import cache_dir
 from opdcheck.fingerprint import fingerprint_model
@@ -98,7 +98,7 @@ def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, prog
 def _take_steps(
     laboratory: Laboratory, clean: Candidate, base: Path, lag: int, folder: Path, progress: Progress
 ) -> None:
-    from opdcheck.calibrate.training import Training
+    from opdcheck.calibration.training import Training
     from opdcheck.models import quiet_transformers
     from opdcheck.workload import load_tokenizer
 

@@ -7,15 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opdcheck.calibrate.file import Evaluation, Method, Verifier
+from opdcheck.calibration.file import Evaluation, Method, Verifier
 from opdcheck.config import Candidate, Workload
 from opdcheck.progress import Progress
 from opdcheck.session import Session
 
 if TYPE_CHECKING:
-    from opdcheck.calibrate.quality import Evaluator, Quality
-    from opdcheck.calibrate.training import Setup
-    from opdcheck.calibrate.verifier import AnswerChecker
+    from opdcheck.calibration.quality import Evaluator, Quality
+    from opdcheck.calibration.training import Setup
+    from opdcheck.calibration.verifier import AnswerChecker
     from opdcheck.models import CausalLM
     from opdcheck.rollouts import Prompt
 
@@ -77,7 +77,7 @@ class Laboratory:
 
     @cached_property
     def teacher(self) -> CausalLM:
-        from opdcheck.calibrate.teacher import check_same_vocabulary
+        from opdcheck.calibration.teacher import check_same_vocabulary
         from opdcheck.models import load_causal_lm
         from opdcheck.workload import load_tokenizer
 
@@ -106,7 +106,7 @@ class Laboratory:
     def setup(self) -> Setup:
         """What every training is given."""
         _use_few_threads(self._session.trainer)
-        from opdcheck.calibrate.training import Setup
+        from opdcheck.calibration.training import Setup
         from opdcheck.models import end_token_ids
 
         return Setup(
@@ -131,7 +131,7 @@ class Laboratory:
 
     @cached_property
     def _evaluator(self) -> Evaluator | None:
-        from opdcheck.calibrate.quality import Evaluator
+        from opdcheck.calibration.quality import Evaluator
         from opdcheck.models import end_token_ids
 
         if self._evaluation is None:
@@ -147,7 +147,7 @@ class Laboratory:
         )
 
     def _checker(self, workload: Workload) -> AnswerChecker | None:
-        from opdcheck.calibrate.verifier import AnswerChecker, load_answers
+        from opdcheck.calibration.verifier import AnswerChecker, load_answers
 
         if self._verifier is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from opdcheck.calibrate.verifier import AnswerChecker
+from opdcheck.calibration.verifier import AnswerChecker
 from opdcheck.config import Model, Sampling
 from opdcheck.engines.transformers_engine import TransformersEngine
 from opdcheck.models import CausalLM

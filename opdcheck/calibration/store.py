@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from opdcheck.budget import Floor
-from opdcheck.calibrate.training import Outcome
+from opdcheck.calibration.training import Outcome
 from opdcheck.config import Model, Rollout
 from opdcheck.files import write_atomically
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opdcheck.calibrate.file import QualityName
-from opdcheck.calibrate.records import CalibrationFit, Fit, LevelTest
+from opdcheck.calibration.file import QualityName
+from opdcheck.calibration.records import CalibrationFit, Fit, LevelTest
 from opdcheck.config import Model, Source
 from opdcheck.errors import OpdcheckError
 from opdcheck.stats.hinge import benchmark_doses, fit_hinge, resample_seeds, source_agreement

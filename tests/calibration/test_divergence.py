@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from opdcheck.calibrate.divergence import (
+from opdcheck.calibration.divergence import (
     generalized_jsd,
     group_advantages,
     policy_gradient,

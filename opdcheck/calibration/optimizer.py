@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from opdcheck.calibrate.file import Method
+from opdcheck.calibration.file import Method
 
 
 class MasterAdamW:

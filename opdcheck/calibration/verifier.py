@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opdcheck.calibrate.file import Verifier
+from opdcheck.calibration.file import Verifier
 from opdcheck.config import resolve
 from opdcheck.errors import ConfigError
 from opdcheck.rollouts import Rollout

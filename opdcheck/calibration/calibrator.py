@@ -13,13 +13,13 @@ from typing import Any
 from opdcheck import preflight
 from opdcheck.admission import Subject, identify
 from opdcheck.budget import Budget, Floor, Limits
-from opdcheck.calibrate.ahead import with_steps_taken
-from opdcheck.calibrate.file import Calibration, load_calibration
-from opdcheck.calibrate.fit import LevelLosses, calibrate_limits
-from opdcheck.calibrate.laboratory import Laboratory
-from opdcheck.calibrate.ladder import Level, as_candidate, levels, unperturbed
-from opdcheck.calibrate.records import BudgetMethod, CalibrationFit, Evidence, Fitted
-from opdcheck.calibrate.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
+from opdcheck.calibration.ahead import with_steps_taken
+from opdcheck.calibration.file import Calibration, load_calibration
+from opdcheck.calibration.fit import LevelLosses, calibrate_limits
+from opdcheck.calibration.laboratory import Laboratory
+from opdcheck.calibration.ladder import Level, as_candidate, levels, unperturbed
+from opdcheck.calibration.records import BudgetMethod, CalibrationFit, Evidence, Fitted
+from opdcheck.calibration.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
 from opdcheck.config import resolve
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.files import cache_dir
@@ -57,7 +57,7 @@ def calibrate(calibration_file: str | Path, *, progress: Progress | None = None)
     """Trains the student under every level of the ladder, with every seed, and fits its limits.
 
     Args:
-        calibration_file: YAML file of `opdcheck.calibrate.file.Calibration`.
+        calibration_file: YAML file of `opdcheck.calibration.file.Calibration`.
 
     Returns:
         The budget; it is not written.
@@ -231,7 +231,7 @@ class Calibrator:
             return run
 
     def _train(self, level: Level, seed: int, clock: _Clock) -> Run:
-        from opdcheck.calibrate.training import train
+        from opdcheck.calibration.training import train
 
         candidate = as_candidate(self.calibration, level)
         steps = self.calibration.method.steps

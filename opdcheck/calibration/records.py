@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from opdcheck.calibrate.file import Method, QualityName
+from opdcheck.calibration.file import Method, QualityName
 from opdcheck.config import Metric, Model, Source
 
 
