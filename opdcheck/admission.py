@@ -70,6 +70,7 @@ def admit(
     with located.pointing():
         subject = identify(candidate, base)
     accepted = require_valid(budget, subject.student, subject.teacher, subject.environment, accept_stale=accept_stale)
+    preflight.check_prompts(located, base)
     preflight.check(located, base)
 
     judge = partial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from opdcheck.config import Candidate, Quantization
@@ -20,6 +21,24 @@ def check(located: Located[Candidate], base: Path) -> None:
         _check_vllm(located)
     _check_vocabularies(located, base)
     _check_layers(located, base)
+
+
+def check_prompts(located: Located[Candidate], base: Path) -> None:
+    """Counts the prompt file's rows, as far as needed, without a tokenizer.
+
+    Raises:
+        ConfigError: there are fewer than a verdict takes, or one of them cannot be read.
+    """
+    from opdcheck.workload import prompt_rows
+
+    needed = located.value.decision.min_prompts
+    found = sum(1 for _ in islice(prompt_rows(located.value.workload, base), needed))
+    if found < needed:
+        raise located.error(
+            "workload.prompts",
+            f"expected at least decision.min_prompts ({needed}) prompts, found {found}: there could be no verdict",
+            hint="Add prompts, or lower `decision.min_prompts`.",
+        )
 
 
 def _check_vllm(located: Located[Candidate]) -> None:

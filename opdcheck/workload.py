@@ -76,9 +76,8 @@ def load_prompts(workload: Workload, base: Path, tokenizer: Any, max_model_len: 
         ConfigError: at the first row that is wrong, as `FILE:LINE: ...`.
     """
     path = resolve(workload.prompts, base)
-    rows = parquet_rows(path) if path.suffix.lower() == ".parquet" else jsonl_rows(path)
     prompts = []
-    for index, row in enumerate(islice(rows, workload.num_prompts)):
+    for index, row in enumerate(islice(prompt_rows(workload, base), workload.num_prompts)):
         token_ids = _token_ids(row, workload, tokenizer)
         _check_length(row, len(token_ids), workload.max_completion_length, max_model_len)
         prompts.append(Prompt(index, token_ids))
@@ -88,6 +87,12 @@ def load_prompts(workload: Workload, base: Path, tokenizer: Any, max_model_len: 
         wanted = f"workload.num_prompts ({workload.num_prompts})"
         raise ConfigError(f"{_shown(path)}: expected at least {wanted} rows, found {len(prompts)}")
     return prompts
+
+
+def prompt_rows(workload: Workload, base: Path) -> Iterator[Row]:
+    """All rows of the workload's file, one by one, as `jsonl_rows` or `parquet_rows` read them."""
+    path = resolve(workload.prompts, base)
+    return parquet_rows(path) if path.suffix.lower() == ".parquet" else jsonl_rows(path)
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:

@@ -99,6 +99,22 @@ def test_too_few_prompts_are_inconclusive(project):
     assert report["verdict"]["decision"] == "inconclusive"
 
 
+@pytest.mark.parametrize("flags", [[], ["--observe"], ["--max-prompts", "24"]])
+def test_fewer_prompts_than_a_verdict_takes_are_found_before_the_student_is_loaded(project, flags):
+    file = project.folder / "prompts.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    project.monkeypatch.setattr("opdcheck.models.load_causal_lm", lambda *_, **__: pytest.fail("loaded"))
+    ran, _ = project.admit(project.candidate("few"), *flags)
+    assert ran.code == 2, ran.err
+    assert "few.yaml:6: workload.prompts: expected at least decision.min_prompts (4) prompts, found 3: there" in ran.err
+
+
+def test_as_many_prompts_as_a_verdict_takes_are_enough(project):
+    file = project.folder / "prompts.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
+    assert project.admit(project.candidate("four"))[1]["measurement"]["prompts"] == 4
+
+
 SOON = ("--alpha", "0.5")
 """Decides on fewer than the 24 prompts that there are."""
 
