@@ -79,7 +79,12 @@ class Measurement(Model):
     """Which row of the prompt file, from 0, each of these prompts is: they are measured in a random order."""
     by_position: list[PositionBin]
     position_trend: float | None
-    """Spearman correlation of tv with position; None where it cannot be computed."""
+    """Spearman correlation of tv with position over all tokens, which are not independent: no test rests on it. None
+    where it cannot be computed."""
+    position_change: float | None = None
+    """Mean over prompts of: mean tv of the second halves of a prompt's completions minus that of their first halves."""
+    position_p: float | None = None
+    """Two-sided p-value of a t-test over prompts that this change is 0; None where it cannot be tested."""
     provenance: list[Part]
     sources: list[SourceShare] = []
     sources_prompts: int | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from opdcheck.config import Metric
 from opdcheck.measurement import Estimator, MetricSummary, PositionBin
 from opdcheck.mismatch import metrics
+from opdcheck.mismatch.position import PositionChange, position_change
 from opdcheck.mismatch.tokens import Floats, TokenMismatch
 
 DECISION_METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -46,6 +47,7 @@ class Summary:
     """Per-prompt means of `DECISION_METRICS`, in the order given."""
     by_position: list[PositionBin]
     position_trend: float | None
+    position_change: PositionChange | None
     non_finite_tokens: int
 
 
@@ -71,6 +73,7 @@ def summarize(by_prompt: Sequence[Sequence[TokenMismatch]], position_bins: int =
         prompt_values={name: means[name].tolist() for name in DECISION_METRICS},
         by_position=_by_position(positions, table["tv"], table["kl"], position_bins),
         position_trend=_position_trend(positions, table["tv"]),
+        position_change=position_change(by_prompt),
         non_finite_tokens=_count_non_finite(table),
     )
 

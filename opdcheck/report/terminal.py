@@ -23,8 +23,8 @@ LABELS: dict[Effect, tuple[str, str]] = {
     "note": ("note", "dim"),
 }
 BAR_CELLS = 12
-TREND = 0.1
-"""Rank correlation over all tokens from which on tv is said to grow or shrink along the sequence."""
+TREND_P = 0.05
+"""Below it tv is said to grow or shrink along the sequence."""
 METRIC_COLUMNS = ([0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6], [0, 1, 4, 5, 6], [0, 1, 4, 5])
 """Columns of the metrics' table, widest choice first; the first that fits is shown."""
 
@@ -133,17 +133,17 @@ def _positions(page: Page, measurement: Measurement) -> Iterator[RenderableType]
 
 
 def position_summary(measurement: Measurement) -> str:
-    """tv of the first and the last tokens, and its trend: `tv 0.021 (tokens 0-15) to 0.034 (112-127), grows (rho 0.3)`.
+    """tv of the first and the last tokens, and its trend: `tv 0.02 (tokens 0-15) to 0.03 (112-127), grows (p 0.003)`.
 
-    rho is Spearman's rank correlation of tv with position over all tokens.
+    p is of a test over prompts: second halves of the completions against first halves; see `mismatch.position`.
     """
-    bins, trend = measurement.by_position, measurement.position_trend
+    bins, change, p = measurement.by_position, measurement.position_change, measurement.position_p
     first, last = bins[0], bins[-1]
     ends = f"tv {number(first.tv)} (tokens {_span(first)}) to {number(last.tv)} ({_span(last)})"
-    if trend is None:
+    if change is None or p is None:
         return ends
-    word = "grows" if trend > TREND else "shrinks" if trend < -TREND else "no clear trend"
-    return f"{ends}, {word} (rho {trend:.2f})"
+    word = "no clear trend" if p >= TREND_P else "grows" if change > 0 else "shrinks"
+    return f"{ends}, {word} ({'p < 0.001' if p < 0.001 else f'p {number(p, 2)}'})"
 
 
 def _span(one: PositionBin) -> str:

@@ -60,7 +60,7 @@ Candidate `examples/smollm2/kv_fp8_e4m3.yaml`
 - chi2\\_token 0.11, effective sample size 90 % of the tokens (no truncation).
 - Kernel floor 0.0017 nats/token: 4 % of the mean comes from the kernels alone.
 - 21 of 32 completions cut at the length limit.
-- By position: tv 0.0378 (tokens 0-15) to 0.068 (112-127), grows (rho 0.83)
+- By position: tv 0.0378 (tokens 0-15) to 0.068 (112-127), grows (p 0.0031)
 
 | part | how |  |
 |---|---|---|

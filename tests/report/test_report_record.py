@@ -34,6 +34,12 @@ def test_json_is_standard_even_where_numbers_are_not():
     assert math.isnan(read.ess)
 
 
+def test_reports_from_before_the_test_of_the_trend_are_read():
+    record = json.loads(to_json(admitted()))
+    del record["measurement"]["position_change"], record["measurement"]["position_p"]
+    assert from_json(json.dumps(record)).measurement.position_p is None
+
+
 def test_evidence_stays_in_the_budget_file():
     level = Evidence(
         level="noise 0.1",

@@ -14,7 +14,7 @@ from opdcheck.measurement import Part, SourceShare
 from opdcheck.report.advice import next_steps
 from opdcheck.report.layout import Page
 from opdcheck.report.markdown import escape, to_markdown
-from opdcheck.report.terminal import render, source_rows
+from opdcheck.report.terminal import position_summary, render, source_rows
 from opdcheck.stats.gate import Gate
 
 
@@ -59,7 +59,7 @@ Mismatch  32 prompts, 4,096 tokens, vllm 0.32.0 (cpu)
   Kernel floor 0.0017 nats/token: this candidate is not above it.
   21 of 32 completions cut at the length limit.
 
-By position  tv 0.00756 (tokens 0-15) to 0.0136 (112-127), grows (rho 0.83)
+By position  tv 0.00756 (tokens 0-15) to 0.0136 (112-127), grows (p 0.0031)
   tv  ▅▅▆▆▇▇██
   kl  ▄▅▅▆▇▇██
 
@@ -100,7 +100,7 @@ Mismatch  32 prompts, 4,096 tokens, vllm 0.32.0 (cpu)
   Kernel floor 0.0017 nats/token: 4 % of the mean comes from the kernels alone.
   21 of 32 completions cut at the length limit.
 
-By position  tv 0.0378 (tokens 0-15) to 0.068 (112-127), grows (rho 0.83)
+By position  tv 0.0378 (tokens 0-15) to 0.068 (112-127), grows (p 0.0031)
   tv  ▅▅▆▆▇▇██
   kl  ▄▅▅▆▇▇██
 
@@ -221,10 +221,28 @@ def test_what_the_split_leaves_out_is_said(shares):
 
 
 def test_nothing_measured_well_still_prints():
-    one = measurement(float("nan"), prompts=8, by_position=[], position_trend=None, non_finite_tokens=3)
+    one = measurement(
+        float("nan"), prompts=8, by_position=[], position_trend=None, position_p=None, non_finite_tokens=3
+    )
     text = printed(report(one))
     assert text.startswith("REJECT")
     assert "not finite" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "p", "end"),
+    [
+        (0.01, 0.0004, ", grows (p < 0.001)"),
+        (-0.01, 0.049, ", shrinks (p 0.049)"),
+        (0.01, 0.05, ", no clear trend (p 0.05)"),
+        (0.01, 1.0, ", no clear trend (p 1)"),
+        (None, None, " (112-127)"),
+    ],
+)
+def test_a_trend_is_only_what_a_test_over_prompts_finds(change, p, end):
+    shown = position_summary(measurement(0.0017, position_change=change, position_p=p, position_trend=0.9))
+    assert shown.endswith(end)
+    assert "rho" not in shown
 
 
 def test_tiny_numbers_still_fit():
