@@ -1,4 +1,4 @@
-"""`opdcheck budget show | verify | declare`."""
+"""`opdcheck budget show | verify | declare | curve`."""
 
 from __future__ import annotations
 
@@ -72,6 +72,30 @@ def declare(
         )
     write_budget(out, declared)
     print_budget(declared, result_console())
+    typer.echo(f"written: {out}", err=True)
+
+
+@app.command("curve")
+def curve(
+    budgets: Annotated[list[Path], typer.Argument(help="Calibrated budget files (YAML).", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Picture to write: .png or .svg.")],
+) -> None:
+    """Draw calibrated budgets side by side: quality lost, as a share of each one's gain, against mismatch."""
+    from opdcheck.budget import load_budget
+    from opdcheck.cli import output
+    from opdcheck.errors import ConfigError
+    from opdcheck.files import write_atomically
+    from opdcheck.report.curve import draw_side_by_side
+
+    format = out.suffix.removeprefix(".").lower()
+    if format not in ("png", "svg"):
+        raise ConfigError(f"--out: expected a file that ends in .png or .svg, found {out}")
+    output.check_writable(None, None, out=out)
+    try:
+        picture = draw_side_by_side([load_budget(path) for path in budgets], format=format)
+    except ValueError as error:
+        raise ConfigError(str(error), hint="`opdcheck calibrate` makes budgets that can be drawn.") from error
+    write_atomically(out, picture)
     typer.echo(f"written: {out}", err=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from opdcheck.budget import Budget
@@ -11,6 +13,7 @@ from opdcheck.calibration.records import Evidence, Fit, Fitted
 from opdcheck.units import LOST, number
 
 SIZE_INCHES = (8.0, 4.8)
+DOTS_PER_INCH = 150
 MARKERS = {"noise": "o", "logit_noise": "v", "staleness": "s", "quantization": "^", "kv_cache": "D"}
 COLOURS = {
     "noise": "#1f77b4",
@@ -21,8 +24,8 @@ COLOURS = {
 }
 
 
-def draw(budget: Budget, *, format: str = "png", dots_per_inch: int = 150) -> bytes:
-    """A calibrated budget's curve as an image.
+def draw(budget: Budget, *, format: str = "png") -> bytes:
+    """A calibrated budget's curve as an image, losses in the quality's own unit.
 
     Args:
         format: `png` or `svg`.
@@ -30,28 +33,72 @@ def draw(budget: Budget, *, format: str = "png", dots_per_inch: int = 150) -> by
     Raises:
         ValueError: the budget was not calibrated.
     """
-    if budget.fit is None or not budget.evidence:
-        raise ValueError(f"budget {budget.name} has no calibration to draw")
+    fit = _fit_of(budget)
+    with _figure(1, format) as (panels, image):
+        _panel(panels[0], budget, fit, unit=1.0)
+        panels[0].set_ylabel(LOST[fit.quality])
+    return image.getvalue()
+
+
+def draw_side_by_side(budgets: Sequence[Budget], *, format: str = "png") -> bytes:
+    """Several budgets' curves on the same axes, losses as a share of each budget's own gain.
+
+    What one method loses and what another does have no unit in common; the share of what each has to lose is one.
+
+    Raises:
+        ValueError: a budget was not calibrated, or they measure mismatch on different scales.
+    """
+    fits = [_fit_of(budget) for budget in budgets]
+    metrics = sorted({fit.metric for fit in fits})
+    if len(metrics) > 1:
+        raise ValueError(f"expected budgets on the same scale, found {', '.join(metrics)}")
+    with _figure(len(budgets), format) as (panels, image):
+        for panel, budget, fit in zip(panels, budgets, fits, strict=True):
+            _panel(panel, budget, fit, unit=fit.gain)
+        panels[0].set_ylabel("quality lost, as a share of the unperturbed run's gain")
+    return image.getvalue()
+
+
+@contextmanager
+def _figure(panels: int, format: str) -> Iterator[tuple[list[Any], io.BytesIO]]:
+    """Axes to draw on; the image is there when the block has ended. The same drawing gives the same bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    width, height = SIZE_INCHES
+    image = io.BytesIO()
     with pyplot.rc_context({"svg.hashsalt": "opdcheck", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=SIZE_INCHES, layout="constrained")
-        _points(axes, budget.evidence, budget.fit)
-        axes.autoscale(False)
-        _fit(axes, budget.fit)
-        axes.set_xlabel(f"mismatch as admit measures it: {budget.fit.metric}")
-        axes.set_ylabel(LOST[budget.fit.quality])
-        axes.set_title(_title(budget), loc="left", fontsize=10)
-        axes.legend(frameon=False, loc="upper left")
-        axes.spines[["top", "right"]].set_visible(False)
-        image = io.BytesIO()
-        metadata = {"Software": None} if format == "png" else {"Date": None}
-        figure.savefig(image, format=format, dpi=dots_per_inch, metadata=metadata)
-        pyplot.close(figure)
-    return image.getvalue()
+        figure, axes = pyplot.subplots(
+            1,
+            panels,
+            figsize=(width * (1 + 0.6 * (panels - 1)), height),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        try:
+            yield list(axes[0]), image
+            metadata = {"Software": None} if format == "png" else {"Date": None}
+            figure.savefig(image, format=format, dpi=DOTS_PER_INCH, metadata=metadata)
+        finally:
+            pyplot.close(figure)
+
+
+def _panel(axes: Any, budget: Budget, fit: Fitted, *, unit: float) -> None:
+    _points(axes, budget.evidence, fit, unit)
+    _fits(axes, fit, unit)
+    axes.set_xlabel(f"mismatch as admit measures it: {fit.metric}")
+    axes.set_title(_title(budget), loc="left", fontsize=10)
+    axes.legend(frameon=False, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _fit_of(budget: Budget) -> Fitted:
+    if budget.fit is None or not budget.evidence:
+        raise ValueError(f"budget {budget.name} has no calibration to draw")
+    return budget.fit
 
 
 def losses(evidence: list[Evidence], quality: QualityName) -> list[tuple[Evidence, list[float]]]:
@@ -65,34 +112,36 @@ def losses(evidence: list[Evidence], quality: QualityName) -> list[tuple[Evidenc
     ]
 
 
-def _points(axes: Any, evidence: list[Evidence], fit: Fitted) -> None:
+def _points(axes: Any, evidence: list[Evidence], fit: Fitted, unit: float) -> None:
     labelled = set()
     for one, lost in losses(evidence, fit.quality):
         mismatch, colour = one.mismatch[fit.metric], COLOURS.get(one.source, "#555555")
-        axes.scatter([mismatch] * len(lost), lost, s=9, color=colour, alpha=0.35, linewidths=0)
+        axes.scatter(
+            [mismatch] * len(lost), [value / unit for value in lost], s=9, color=colour, alpha=0.35, linewidths=0
+        )
         label = None if one.source in labelled else one.source.replace("_", " ")
         labelled.add(one.source)
-        mean = sum(lost) / len(lost)
+        mean = sum(lost) / len(lost) / unit
         axes.scatter([mismatch], [mean], s=36, marker=MARKERS.get(one.source, "o"), color=colour, label=label)
 
 
-def _fit(axes: Any, fit: Fitted) -> None:
-    """Hinge and limit: one for all, or one for each source in its colour."""
+def _fits(axes: Any, fit: Fitted, unit: float) -> None:
+    """Margin, hinge and limit: one for all, or one for each source in its colour."""
+    margin = fit.total.margin / unit
     axes.axhline(0, color="#999999", linewidth=0.6)
-    axes.axhline(
-        fit.total.margin, color="#e6a000", linewidth=1, linestyle="--", label=f"margin {number(fit.total.margin)}"
-    )
+    axes.axhline(margin, color="#e6a000", linewidth=1, linestyle="--", label=f"margin {number(margin)}")
+    highest = axes.get_xlim()[1]
     for source, one in fit.by_source.items() or {"": fit.total}.items():
-        _hinge_and_limit(axes, source, one)
+        _hinge_and_limit(axes, source, one, unit, highest)
+    axes.set_xlim(0, highest)
 
 
-def _hinge_and_limit(axes: Any, source: str, fit: Fit) -> None:
+def _hinge_and_limit(axes: Any, source: str, fit: Fit, unit: float, highest: float) -> None:
     colour = COLOURS.get(source, "#333333")
     of = f", {source}" if source else ""
-    xs = sorted({0.0, fit.threshold, axes.get_xlim()[1]})
-    axes.plot(
-        xs, [fit.slope * max(0.0, x - fit.threshold) for x in xs], color=colour, linewidth=1.1, label=f"hinge{of}"
-    )
+    xs = [0.0, fit.threshold, highest]
+    rise = [fit.slope * max(0.0, x - fit.threshold) / unit for x in xs]
+    axes.plot(xs, rise, color=colour, linewidth=1.1, label=f"hinge{of}")
     if fit.limit is not None:
         label = f"limit {number(fit.limit)}{of}{' (censored)' if fit.censored else ''}"
         axes.axvline(fit.limit, color=colour, linewidth=1.3, linestyle=":", label=label)
@@ -104,4 +153,4 @@ def _title(budget: Budget) -> str:
     return f"{budget.name}{method}: small dots are seeds ({seeds}), large ones their means"
 
 
-__all__ = ["draw", "losses"]
+__all__ = ["draw", "draw_side_by_side", "losses"]
