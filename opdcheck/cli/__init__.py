@@ -148,8 +148,10 @@ def _takes_output(stream: TextIO) -> bool:
 
 
 def _say(text: str) -> None:
+    from opdcheck.text import escaped
+
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed as well
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        print(escaped(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _report_crash(error: BaseException) -> None:

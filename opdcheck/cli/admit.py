@@ -68,6 +68,7 @@ def admit(
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
     from opdcheck.cli.variables import flags_of
     from opdcheck.errors import BudgetInvalidError, ExitCode
+    from opdcheck.text import escaped
 
     output.check_writable(json_file, markdown_file)
     given: dict[str, Any] = {
@@ -92,7 +93,7 @@ def admit(
     except BudgetInvalidError as error:
         if not observe:
             raise
-        typer.echo(f"no verdict: {error}\n{OBSERVED}", err=True)
+        typer.echo(escaped(f"no verdict: {error}\n{OBSERVED}"), err=True)
         raise typer.Exit(ExitCode.ADMITTED) from error
     output.write(report, json_file, markdown_file)
     output.show(report, result_console() if json_file != "-" else log_console())

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from opdcheck.text import escaped
+
 if TYPE_CHECKING:
     from opdcheck.stats.gate import Gate
 
@@ -67,7 +69,7 @@ class TerminalProgress:
     def _render(self) -> Text:
         elapsed = int(time.monotonic() - self._started)
         first = f"{elapsed // 60}:{elapsed % 60:02d}  {self._stage}"
-        return Text(first if not self._look else f"{first}\n{self._look}")
+        return Text(escaped(first if not self._look else f"{first}\n{self._look}"))
 
     def stage(self, text: str) -> None:
         if text == self._stage:
@@ -76,7 +78,7 @@ class TerminalProgress:
         quiet = self._look and text in ("sampling rollouts", "scoring with the trainer")
         self._stage = text
         if self._live is None and not quiet:
-            self.console.print(text, markup=False)
+            self._print(text)
 
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
         lower, upper = gate.interval
@@ -86,7 +88,7 @@ class TerminalProgress:
             f"{interval_bar(gate, cells=20, ascii_only=ascii_only)}"
         )
         if self._live is None:
-            self.console.print(self._look, markup=False)
+            self._print(self._look)
 
     def training(self, text: str, done: int, total: int, seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f", about {duration(seconds_left)} left"
@@ -94,7 +96,10 @@ class TerminalProgress:
         # Without a terminal: a line per training, not one per step.
         if self._live is None and done != self._told:
             self._told = done
-            self.console.print(f"training {done + 1} of {total}{left}: {text.partition(':')[0]}", markup=False)
+            self._print(f"training {done + 1} of {total}{left}: {text.partition(':')[0]}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(escaped(line), markup=False)
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from opdcheck.report.terminal import (
     position_summary,
     source_rows,
 )
+from opdcheck.text import replaced
 from opdcheck.units import number, percent, plural
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!$&@])")
@@ -28,12 +29,12 @@ def to_markdown(report: Report) -> str:
 
 def escape(text: str) -> str:
     """`text` on one line so that Markdown shows it as it is."""
-    return _SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", text))
+    return _SPECIAL.sub(r"\\\1", replaced(re.sub(r"\s+", " ", text)))
 
 
 def code(text: str) -> str:
     """`text` as code on one line; pipes are escaped as tables need it, backticks by longer fences."""
-    line = " ".join(text.split())
+    line = replaced(" ".join(text.split()))
     longest = max((len(run) for run in re.findall("`+", line)), default=0)
     fence = "`" * (longest + 1)
     space = " " if longest else ""

@@ -160,6 +160,13 @@ def test_observe_also_forgives_that_there_is_no_valid_budget(project):
     assert project.admit(candidate)[0].code == 3
 
 
+def test_names_from_the_user_cannot_command_the_terminal(project):
+    ran = project.run("admit", project.folder / "no\x1b[2Jwhere\u202e.yaml")
+    assert ran.code == 2
+    assert r"no\x1b[2Jwhere\u202e.yaml: no such file" in ran.err
+    assert not {"\x1b", "\u202e"} & set(ran.err)
+
+
 def test_a_failure_while_telling_of_a_failure_is_still_no_verdict():
     done = run("def boom(*_): raise RuntimeError\ncli._report_crash = boom\ncli.app = boom", "admit", "candidate.yaml")
     assert done.returncode == 4

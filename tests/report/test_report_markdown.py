@@ -104,6 +104,15 @@ def test_escape():
     assert escape("a_b*c|d\ne") == r"a\_b\*c\|d e"
 
 
+def test_characters_that_a_page_would_obey_are_replaced():
+    name = "a\x1b[2J\u202eb\udce9.yaml"
+    part = Part(part="weights", how="simulated", detail=name)
+    text = to_markdown(report(measurement(0.0017, provenance=[part]), file=name))
+    assert "`a\ufffd[2J\ufffdb\ufffd.yaml`" in text
+    assert "a\ufffd\\[2J\ufffdb\ufffd.yaml |" in text
+    text.encode()  # and can be written
+
+
 def test_code_uses_longer_fences():
     assert code("plain") == "`plain`"
     assert code("a`b") == "`` a`b ``"
