@@ -14,7 +14,7 @@ import typer
 
 from opdcheck import __version__
 from opdcheck.cli import admit, backtest, budget, calibrate, schema
-from opdcheck.cli.variables import variable_of
+from opdcheck.cli.variables import complaint, variable_of, warnings
 from opdcheck.errors import ExitCode, OpdcheckError
 
 app = typer.Typer(
@@ -42,10 +42,13 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 (its callback does the work)
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    for warning in warnings(context.command, os.environ):
+        _say(warning)
 
 
 # Typer has click inside and keeps most of its exceptions private. BadParameter is one of those for wrong usage, and all
@@ -93,7 +96,8 @@ def _explain_usage(error: Any) -> None:
     parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
     variable = variable_of(context, parameter) if parameter is not None and context is not None else None
     if variable is not None:
-        _say(f"error: {variable}: {error.message}")
+        value = os.environ.get(variable, "")
+        _say(f"error: {variable}: {complaint(context, parameter, value) or error.message}")
         return
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         error.show()

@@ -1,12 +1,17 @@
 """Exit codes of real processes: 1 comes from a reject and from nothing else, and a broken pipe is quiet."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer
 
+from opdcheck import cli
 from opdcheck.budget import write_budget
+from opdcheck.cli import variables
 
 
 def run(script: str, *arguments: str, **options):
@@ -122,15 +127,41 @@ def test_a_full_disk_behind_stdout_is_a_failure():
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("ALPHA", "small"), ("ALPHA", "2"), ("METRIC", "k4"), ("MAX_PROMPTS", "1"), ("OBSERVE", "perhaps")],
+    ("variable", "value", "message"),
+    [
+        ("ALPHA", "small", "expected a number, found the text 'small'"),
+        ("ALPHA", "2", "expected a number below 1, found 2.0"),
+        ("ALPHA", "nan", "expected a finite number, found nan"),
+        ("METRIC", "k4", "expected one of `tv`, `kl`, `k3`, `abs_dlogp`; found the text 'k4'"),
+        ("MAX_PROMPTS", "1", "expected a number of at least 2, found 1"),
+        ("MAX_PROMPTS", "3.5", "expected a whole number, found the text '3.5'"),
+        ("OBSERVE", "perhaps", "expected true or false, found the text 'perhaps'"),
+    ],
 )
-def test_a_wrong_variable_is_reported_under_its_own_name(project, variable, value):
+def test_a_wrong_variable_is_reported_under_its_own_name(project, variable, value, message):
     project.monkeypatch.setenv(f"OPDCHECK_{variable}", value)
     ran = project.run("admit", project.candidate("clean"))
     assert ran.code == 2
-    assert ran.err.splitlines()[-1].startswith(f"error: OPDCHECK_{variable}: ")
-    assert "--" not in ran.err
+    assert ran.err.splitlines()[-1] == f"error: OPDCHECK_{variable}: {message}"
+
+
+def test_a_variable_that_does_not_exist_is_warned_of_and_no_more(monkeypatch):
+    monkeypatch.setenv("OPDCHECK_ALHPA", "0.1")
+    monkeypatch.setenv("OPDCHECK_COLOUR", "1")
+    done = run("", "schema")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert first == (
+        "warning: OPDCHECK_ALHPA is set, and opdcheck knows no such variable; did you mean OPDCHECK_ALPHA?"
+    )
+    assert "OPDCHECK_COLOUR" in second
+    assert "there are: OPDCHECK_ALPHA, OPDCHECK_BUDGET, OPDCHECK_CACHE, OPDCHECK_DEBUG, " in second
+
+
+def test_every_variable_that_the_code_reads_is_known():
+    folder = Path(cli.__file__).parents[1]
+    read = {name for file in folder.rglob("*.py") for name in re.findall(r"OPDCHECK_[A-Z_]+\b", file.read_text())}
+    assert list(variables.warnings(typer.main.get_command(cli.app), read)) == []
 
 
 def test_a_flag_wins_over_a_variable_and_is_then_the_one_to_blame(project):
