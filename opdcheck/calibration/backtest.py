@@ -19,10 +19,10 @@ from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.calibration.ladder import Level
 from opdcheck.calibration.records import Backtest, BacktestRow, Fitted
 from opdcheck.config import Candidate, load_candidate, resolve
-from opdcheck.errors import ConfigError
+from opdcheck.errors import BudgetInvalidError, ConfigError
 from opdcheck.progress import Progress, Silent
-from opdcheck.report.record import Report
 from opdcheck.stats.noninferiority import fixed_sequence
+from opdcheck.verdict import Outcome, target
 from opdcheck.yamlfile import Located
 
 DEFAULT_SEEDS = 5
@@ -67,42 +67,58 @@ def backtest(
     levels = [Level(one.path.stem, "mixture", one.candidate.rollout) for one in held_out]
     calibrator = Calibrator(fresh, progress, instead_of_ladder=levels)
     _check_same_subject(held_out, located)
-    reports = [_ask(one, budget_path, progress) for one in held_out]
+    answers = [_ask(one, budget, budget_path, progress) for one in held_out]
     losses = calibrator.losses(calibrator.trainings())
     method = located.value.method
-    rollouts_per_training = method.batch_size * method.steps
-    rows = [_row(one, report, losses[one.path.stem], fit) for one, report in zip(held_out, reports, strict=True)]
-    asked = sum(report.measurement.completions for report in reports)
+    rows = [_row(one, answer, losses[one.path.stem], fit) for one, answer in zip(held_out, answers, strict=True)]
+    asked = sum(answer.completions for answer in answers)
     stepped = sum(level.lag * method.batch_size for level in levels)
     return Backtest(
-        limit=budget.limits.total[fit.metric],
         margin=fit.total.margin,
         alpha=fit.alpha,
         quality=fit.quality,
         seeds=fresh.value.seeds,
-        gate_share=(asked + stepped) / (rollouts_per_training * seeds * len(levels)),
+        gate_share=(asked + stepped) / (method.batch_size * method.steps * seeds * len(levels)),
         rows=rows,
     )
 
 
-def _row(held_out: _HeldOut, report: Report, losses: Sequence[float], fit: Fitted) -> BacktestRow:
+@dataclass(frozen=True)
+class _Answer:
+    """What the gate said of one configuration, and from how much."""
+
+    verdict: Outcome
+    limit: float | None = None
+    mismatch: float | None = None
+    prompts: int = 0
+    completions: int = 0
+
+
+def _ask(held_out: _HeldOut, budget: Budget, budget_path: Path, progress: Progress) -> _Answer:
+    progress.stage(f"asking the gate: {held_out.path.name}")
+    try:
+        target(budget, held_out.candidate.decision, held_out.candidate.rollout)
+    except BudgetInvalidError:  # no limit could be certified for one of its sources
+        return _Answer("inconclusive")
+    report = admit(held_out.path, overrides={"budget": budget_path}, sources=False, progress=progress)
+    measurement, verdict = report.measurement, report.verdict
+    return _Answer(verdict.decision, verdict.limit, verdict.mean, measurement.prompts, measurement.completions)
+
+
+def _row(held_out: _HeldOut, answer: _Answer, losses: Sequence[float], fit: Fitted) -> BacktestRow:
     (test,) = fixed_sequence([np.asarray(losses)], fit.total.margin, fit.alpha)
     return BacktestRow(
         name=held_out.path.stem,
         rollout=held_out.candidate.rollout.model_dump(mode="json", exclude_defaults=True),
-        mismatch=report.measurement.metrics[fit.metric].mean,
-        verdict=report.verdict.decision,
-        prompts=report.measurement.prompts,
+        limit=answer.limit,
+        mismatch=answer.mismatch,
+        verdict=answer.verdict,
+        prompts=answer.prompts,
         losses=list(losses),
         mean=test.mean,
         upper=test.upper,
         passed=test.passed,
     )
-
-
-def _ask(held_out: _HeldOut, budget: Path, progress: Progress) -> Report:
-    progress.stage(f"asking the gate: {held_out.path.name}")
-    return admit(held_out.path, overrides={"budget": budget}, sources=False, progress=progress)
 
 
 def _fit_of(budget: Budget, path: Path) -> Fitted:

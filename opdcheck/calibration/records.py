@@ -113,7 +113,9 @@ class BacktestRow(Model):
 
     name: str
     rollout: dict[str, Any]
-    mismatch: float
+    limit: float | None
+    """That the gate held it to; None where the budget has none for one of its sources: then nothing was measured."""
+    mismatch: float | None
     """Mean of the decision metric that the gate measured."""
     verdict: Literal["admit", "reject", "inconclusive"]
     prompts: int
@@ -131,11 +133,15 @@ class BacktestRow(Model):
     def agrees(self) -> bool:
         return (self.verdict == "admit") == self.passed
 
+    @property
+    def distance(self) -> float:
+        """Mismatch over limit, less 1; 0 where there is no limit."""
+        return 0.0 if self.limit is None or self.mismatch is None else self.mismatch / self.limit - 1
+
 
 class Backtest(Model):
     """The gate against full trainings on held-out configurations."""
 
-    limit: float
     margin: float
     alpha: float
     """Error level of the trainings' tests."""

@@ -95,23 +95,25 @@ class _Backtested:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         page, result = Page.of(options), self.result
         margin = lost(result.quality, result.margin)
-        yield from page.heading("Backtest", f"limit {number(result.limit)}, margin {margin}")
+        yield from page.heading("Backtest", f"margin {margin}, {plural(len(result.seeds), 'seed')}")
         header: list[str | Text] = [
-            page.text(title, "dim") for title in ("configuration", "mismatch", "gate", "prompts", "loss", "at most", "")
+            page.text(title, "dim")
+            for title in ("configuration", "limit", "mismatch", "gate", "prompts", "loss", "at most", "")
         ]
         rows: list[list[str | Text]] = [
             [
                 row.name,
-                number(row.mismatch),
+                "none" if row.limit is None else number(row.limit),
+                "" if row.mismatch is None else number(row.mismatch),
                 row.verdict,
                 str(row.prompts),
                 number(row.mean),
                 number(row.upper),
                 page.text("agrees", "green") if row.agrees else page.text("DISAGREES", "bold red"),
             ]
-            for row in sorted(result.rows, key=lambda row: row.mismatch)
+            for row in sorted(result.rows, key=lambda row: row.distance)
         ]
-        yield from page.rows([header, *rows], numeric=(1, 3, 4, 5))
+        yield from page.rows([header, *rows], numeric=(1, 2, 4, 5, 6))
         yield ""
         yield from page.paragraph(backtest_summary(result))
 

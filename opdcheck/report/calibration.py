@@ -126,17 +126,17 @@ def describe_method(method: BudgetMethod) -> str:
 
 def backtest_summary(backtest: Backtest) -> str:
     """How often the gate agreed with full trainings, as sentences."""
-    rows, limit = backtest.rows, backtest.limit
+    rows = backtest.rows
     agree = sum(row.agrees for row in rows)
-    far = [row for row in rows if abs(row.mismatch - limit) > NEAR * limit]
+    far = [row for row in rows if abs(row.distance) > NEAR]
     false_admits = [row for row in rows if row.verdict == "admit" and not row.passed]
     false_rejects = [row for row in rows if row.verdict != "admit" and row.passed]
     by_mean = sum(row.verdict == "admit" and row.mean > backtest.margin for row in rows)
     return (
         f"Backtest: {agree} of {plural(len(rows), 'held-out configuration')} agree ({percent(agree / len(rows))}); "
-        f"{sum(row.agrees for row in far)} of {len(far)} outside {percent(NEAR)} of the limit. False admits "
+        f"{sum(row.agrees for row in far)} of {len(far)} further than {percent(NEAR)} from their limit. False admits "
         f"{len(false_admits)} (by the mean loss alone {by_mean}; above {number(1 + NEAR)} times the limit "
-        f"{sum(row.mismatch > (1 + NEAR) * limit for row in false_admits)}), false rejects {len(false_rejects)}. The "
+        f"{sum(row.distance > NEAR for row in false_admits)}), false rejects {len(false_rejects)}. The "
         f"gate used {percent(backtest.gate_share)} of the trainings' rollouts."
     )
 
