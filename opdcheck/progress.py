@@ -14,6 +14,9 @@ class Progress(Protocol):
     def stage(self, text: str) -> None:
         """A new step has begun, such as `starting vLLM`."""
 
+    def step(self, text: str, *, first: bool) -> None:
+        """One of many like it. Where lines are printed instead of drawn, the first one is enough."""
+
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
         """The running interval after a round of prompts."""
 
@@ -25,6 +28,9 @@ class Silent:
     """Says nothing."""
 
     def stage(self, text: str) -> None:
+        pass
+
+    def step(self, text: str, *, first: bool) -> None:
         pass
 
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:

@@ -104,7 +104,7 @@ def _take_steps(
 
     with Training(laboratory.setup, clean, clean.workload.seed) as training:
         for step in range(lag):
-            progress.stage(f"optimizer step {step + 1} of {lag}, to be ahead of the rollout weights")
+            progress.step(f"optimizer step {step + 1} of {lag}, to be ahead of the rollout weights", first=step == 0)
             training.step()
         model = training.student.model
     partial = folder.with_name(f"{folder.name}.partial")

@@ -42,6 +42,7 @@ def backtest(
     *,
     seeds: int = DEFAULT_SEEDS,
     calibration_file: str | Path | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Backtest:
     """Asks the gate about every configuration of a folder, and trains fully under each.
@@ -51,6 +52,7 @@ def backtest(
         configs: folder of candidate files (`*.yaml`).
         seeds: trainings per configuration; other seeds than the calibration's.
         calibration_file: default: the one that the budget names.
+        jobs: how many trainings at a time, each in a process of its own.
 
     Raises:
         ConfigError: the budget was declared, the folder holds no candidates, or one of them is for another student,
@@ -65,7 +67,7 @@ def backtest(
     held_out = _load_configs(Path(configs), budget_path)
     fresh = _with_other_seeds(located, seeds)
     levels = [Level(one.path.stem, "mixture", one.candidate.rollout) for one in held_out]
-    calibrator = Calibrator(fresh, progress, instead_of_ladder=levels)
+    calibrator = Calibrator(fresh, progress, instead_of_ladder=levels, jobs=jobs)
     _check_same_subject(held_out, located)
     answers = [_ask(one, budget, budget_path, progress) for one in held_out]
     losses = calibrator.losses(calibrator.trainings())

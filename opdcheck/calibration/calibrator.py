@@ -20,11 +20,13 @@ from opdcheck.calibration.laboratory import Laboratory
 from opdcheck.calibration.ladder import Level, as_candidate, levels, unperturbed
 from opdcheck.calibration.records import BudgetMethod, CalibrationFit, Evidence, Fitted
 from opdcheck.calibration.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
+from opdcheck.calibration.workers import workers
 from opdcheck.config import resolve
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.files import cache_dir
 from opdcheck.floor import means, trainer_null
 from opdcheck.progress import Progress, Silent
+from opdcheck.units import plural
 from opdcheck.yamlfile import Located
 
 FLOOR_PROMPTS = 16
@@ -53,11 +55,12 @@ class Plan:
         return (self.trainings - self.finished) * self.seconds_per_training
 
 
-def calibrate(calibration_file: str | Path, *, progress: Progress | None = None) -> Budget:
+def calibrate(calibration_file: str | Path, *, jobs: int = 1, progress: Progress | None = None) -> Budget:
     """Trains the student under every level of the ladder, with every seed, and fits its limits.
 
     Args:
         calibration_file: YAML file of `opdcheck.calibration.file.Calibration`.
+        jobs: how many trainings at a time, each in a process of its own.
 
     Returns:
         The budget; it is not written.
@@ -67,7 +70,7 @@ def calibrate(calibration_file: str | Path, *, progress: Progress | None = None)
         EngineError: a training failed, or its result could not be kept; finished ones are.
         CannotCalibrateError: the trainings do not support any limit.
     """
-    return Calibrator(load_calibration(Path(calibration_file)), progress or Silent()).budget()
+    return Calibrator(load_calibration(Path(calibration_file)), progress or Silent(), jobs=jobs).budget()
 
 
 def plan(calibration_file: str | Path) -> Plan:
@@ -84,12 +87,19 @@ class Calibrator:
 
     Args:
         instead_of_ladder: train under these levels and the unperturbed one, as a backtest does.
+        jobs: how many trainings at a time, each in a process of its own.
     """
 
     def __init__(
-        self, located: Located[Calibration], progress: Progress, *, instead_of_ladder: Sequence[Level] | None = None
+        self,
+        located: Located[Calibration],
+        progress: Progress,
+        *,
+        instead_of_ladder: Sequence[Level] | None = None,
+        jobs: int = 1,
     ) -> None:
         self.located = located
+        self.jobs = jobs
         self.calibration = located.value
         self.base = located.path.parent
         self.progress = progress
@@ -204,33 +214,37 @@ class Calibrator:
 
     def trainings(self) -> list[Run]:
         """Every level with every seed, seed by seed: kept from before, trained now, or by another process meanwhile."""
-        jobs = [(level, seed) for seed in self.calibration.seeds for level in self.levels]
-        clock = _Clock(len(jobs), sum(self._stored(level, seed) is not None for level, seed in jobs))
+        wanted = [(level, seed) for seed in self.calibration.seeds for level in self.levels]
+        left = sum(self._stored(level, seed) is None for level, seed in wanted)
+        clock = _Clock(len(wanted), len(wanted) - left)
+        helping = max(0, min(self.jobs, left) - 1)
+        with workers(helping, self.located.path, self.calibration.seeds, self.levels[1:]):
+            runs = self._gather(wanted, clock)
+        return [runs[level.name, seed] for level, seed in wanted]
+
+    def _gather(self, wanted: Sequence[tuple[Level, int]], clock: _Clock) -> dict[tuple[str, int], Run]:
         runs: dict[tuple[str, int], Run] = {}
-        while len(runs) < len(jobs):
-            before = len(runs)
-            for level, seed in jobs:
-                if (level.name, seed) in runs:
-                    continue
-                run = self._stored(level, seed) or self._train_unless_claimed(level, seed, clock)
-                if run is not None:
-                    runs[level.name, seed] = run
-                    clock.done = max(clock.done, len(runs))
-            if len(runs) == before:
-                self.progress.stage(f"waiting for another process: {len(jobs) - before} trainings")
+        while True:
+            missing = [(level, seed) for level, seed in wanted if (level.name, seed) not in runs]
+            runs |= {(level.name, seed): run for level, seed in missing if (run := self._stored(level, seed))}
+            clock.done = len(runs)
+            missing = [(level, seed) for level, seed in missing if (level.name, seed) not in runs]
+            if not missing:
+                return runs
+            if not any(self._train_unless_claimed(level, seed, clock) for level, seed in missing):
+                self.progress.stage(f"waiting for another process: {plural(len(missing), 'training')}")
                 time.sleep(WAIT_SECONDS)
-        return [runs[level.name, seed] for level, seed in jobs]
 
-    def _train_unless_claimed(self, level: Level, seed: int, clock: _Clock) -> Run | None:
+    def _train_unless_claimed(self, level: Level, seed: int, clock: _Clock) -> bool:
+        """Whether this training is now finished and kept; False while another process is at it."""
         with self.store.claimed(self._run_name(level, seed), self._run_key(level, seed)) as mine:
-            if not mine:
-                return None
-            run = self._stored(level, seed)  # another process may have finished it since
-            if run is None:
-                run = self._train(level, seed, clock)
-            return run
+            if mine and self._stored(level, seed) is None:  # another process may have finished it since
+                self._train(level, seed, clock)
+                if self._stored(level, seed) is None:
+                    raise EngineError(f"{self.store.folder}: what was just kept there cannot be read back")
+            return mine
 
-    def _train(self, level: Level, seed: int, clock: _Clock) -> Run:
+    def _train(self, level: Level, seed: int, clock: _Clock) -> None:
         from opdcheck.calibration.training import train
 
         candidate = as_candidate(self.calibration, level)
@@ -251,7 +265,6 @@ class Calibrator:
             outcome=outcome,
         )
         self._keep(self._run_name(level, seed), run.key, run)
-        return run
 
     def _stored(self, level: Level, seed: int) -> Run | None:
         return self.store.load(self._run_name(level, seed), self._run_key(level, seed), Run)

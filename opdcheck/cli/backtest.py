@@ -15,6 +15,7 @@ def backtest(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Calibration file; default: the one that the budget names.")
     ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Trainings at a time, a process each.")] = 1,
     store: Annotated[bool, typer.Option("--store", help="Write the result into the budget file.")] = False,
 ) -> None:
     """Compare the gate's verdicts with full trainings, on configurations that the calibration never saw."""
@@ -27,7 +28,7 @@ def backtest(
     if store:
         output.check_writable(None, None, out=budget)
     with TerminalProgress(log_console()) as progress:
-        result = run(budget, configs, seeds=seeds, calibration_file=calibration, progress=progress)
+        result = run(budget, configs, seeds=seeds, calibration_file=calibration, jobs=jobs, progress=progress)
     if store:
         write_budget(budget, load_budget(budget).model_copy(update={"backtest": result}))
         typer.echo(f"stored in {budget}", err=True)

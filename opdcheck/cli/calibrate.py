@@ -16,6 +16,7 @@ def calibrate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say how many trainings, and how long; train none.")
     ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Trainings at a time, a process each.")] = 1,
 ) -> None:
     """Find a student's budget by short trainings under rising mismatch.
 
@@ -30,9 +31,9 @@ def calibrate(
 
     located = load_calibration(calibration)
     out = resolve(located.value.budget, calibration.parent)
-    output.check_writable(None, None, out=out)
+    output.check_writable(None, None, out=out, inputs={"the calibration": calibration})
     with TerminalProgress(log_console()) as progress:
-        calibrator = Calibrator(located, progress)
+        calibrator = Calibrator(located, progress, jobs=jobs)
         if dry_run:
             _print_plan(calibrator.plan())
             return

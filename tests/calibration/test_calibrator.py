@@ -79,26 +79,38 @@ def opdcheck(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def trainings(folder: Path) -> list[Path]:
     return sorted((folder / "runs").glob("*-seed*.json"))
 
 
 @pytest.fixture(scope="module")
 def budget_file(pair: Path) -> Path:
-    """Calibrated by a command that was killed once, and then by the same command."""
-    killed = opdcheck("calibrate", "calibration.yaml", folder=pair)
+    """Calibrated by a command that was killed once, and then by the same command, two trainings at a time."""
+    killed = opdcheck("calibrate", "calibration.yaml", "--jobs", "2", folder=pair)
     deadline = time.monotonic() + 600
     while not trainings(pair) and time.monotonic() < deadline:
         time.sleep(0.2)
+    helpers = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
+    assert helpers
+    while any(map(is_running, helpers)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(is_running, helpers)), "processes of a killed calibration go on"
     kept = {path.name: path.read_bytes() for path in trainings(pair)}
     assert kept
     assert len(kept) < 18
-    again = opdcheck("calibrate", "calibration.yaml", folder=pair)
+    again = opdcheck("calibrate", "calibration.yaml", "--jobs", "2", folder=pair)
     out, log = again.communicate()
     assert again.returncode == 0, log
-    assert "training 18 of 18" in log
+    assert "of 18, about" in log
     assert "Limit tv" in out
     for name, content in kept.items():
         assert (pair / "runs" / name).read_bytes() == content, "a finished training was done again"
