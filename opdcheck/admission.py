@@ -25,8 +25,9 @@ from opdcheck.rollouts import Rollout
 from opdcheck.rounds import Round
 from opdcheck.session import Session
 from opdcheck.splits import load_split, save_split, split_file
+from opdcheck.text import replaced
 from opdcheck.verdict import Verdict, reach, targets
-from opdcheck.yamlfile import Located
+from opdcheck.yamlfile import Located, load_located
 
 SPLIT_BYTES = 2**30
 """Of the trainer's hidden states, which the split by source keeps for all its passes."""
@@ -83,7 +84,7 @@ def admit(
     return Report(
         opdcheck_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        candidate_file=str(candidate_file),
+        candidate_file=replaced(str(candidate_file)),
         candidate=candidate,
         budget=budget_summary(budget, budget_path),
         student=subject.student,
@@ -93,6 +94,28 @@ def admit(
         verdict=verdict,
         seconds=time.monotonic() - started,
     )
+
+
+def files_of(candidate_file: Path, budget: Path | None = None) -> dict[str, Path]:
+    """What `admit` reads, by the name to call it: no report may be written there.
+
+    Args:
+        budget: instead of the one that the candidate names.
+
+    Returns:
+        Less where the candidate cannot be read: what is wrong with it is not told here.
+    """
+    files = {"the candidate": candidate_file}
+    if budget is not None:
+        files["the budget"] = budget
+    try:
+        candidate = load_located(candidate_file, Candidate).value
+    except ConfigError:
+        return files
+    base = candidate_file.parent
+    if candidate.budget is not None:
+        files.setdefault("the budget", resolve(candidate.budget, base))
+    return {**files, "the prompts": resolve(candidate.workload.prompts, base)}
 
 
 @dataclass(frozen=True)

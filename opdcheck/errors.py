@@ -8,14 +8,16 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command. No non-zero code lets a run start."""
+    """Exit codes of every command. No non-zero code lets a run start. From 128 on: a signal, as shells count them."""
 
     ADMITTED = 0
     REJECTED = 1
     USAGE = 2
     NO_VERDICT = 3
     FAILED = 4
+    HUNG_UP = 129
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class OpdcheckError(Exception):
@@ -48,6 +50,14 @@ class EngineError(OpdcheckError):
     """The engine or the model failed."""
 
     exit_code = ExitCode.FAILED
+
+
+class Ended(BaseException):
+    """A signal has asked this process to end; like KeyboardInterrupt, nothing but the command line handles it."""
+
+    def __init__(self, name: str, exit_code: ExitCode) -> None:
+        super().__init__(f"ended by {name}")
+        self.exit_code = exit_code
 
 
 def one_line(error: BaseException, width: int = 300) -> str:

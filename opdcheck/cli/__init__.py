@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
@@ -15,7 +18,9 @@ import typer
 from opdcheck import __version__
 from opdcheck.cli import admit, backtest, budget, calibrate, schema
 from opdcheck.cli.variables import complaint, variable_of, warnings
-from opdcheck.errors import ExitCode, OpdcheckError
+from opdcheck.errors import Ended, ExitCode, OpdcheckError
+
+GOES_ON = "the same command goes on after the last finished round or training"
 
 app = typer.Typer(
     name="opdcheck",
@@ -59,13 +64,35 @@ _WrongUsage: type[BaseException] = typer.BadParameter.__mro__[2]
 def main() -> NoReturn:
     """Runs the command and exits with a code that means what `opdcheck.errors.ExitCode` says, whatever happens."""
     try:
-        code = _run()
+        with _ending_in_order():
+            code = _run()
     except BaseException as error:  # to tell of a failure can fail as well: another Ctrl-C, a stream that is closed
         try:
             code = _failed(error)
         except BaseException:  # the last resort says nothing, and is still no verdict
             code = ExitCode.FAILED
     sys.exit(_written(code))
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Lets SIGTERM (a scheduler, a CI job that is cancelled) and SIGHUP (a lost connection) end the command as Ctrl-C
+    does: what is open is closed, and a sentence says how to go on. A signal that is ignored (nohup) stays so."""
+    codes = {"SIGTERM": ExitCode.TERMINATED, "SIGHUP": ExitCode.HUNG_UP}
+    known = {name: getattr(signal, name) for name in codes if hasattr(signal, name)}  # Windows has no SIGHUP
+    taken = {name: number for name, number in known.items() if signal.getsignal(number) == signal.SIG_DFL}
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise Ended(name, codes[name])
+
+    for number in taken.values():
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken.values():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run() -> int:
@@ -84,6 +111,9 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort) as error:
         # Typer turns the end of stdin into an abort, and nobody has interrupted anything then.
         return _failed(error.__cause__) if isinstance(error.__cause__, EOFError) else _interrupted()
+    except Ended as end:
+        _say(f"{end}: {GOES_ON}")
+        return end.exit_code
     except BaseException as error:  # a crash must never look like a verdict
         return _failed(error)
     if code == ExitCode.INTERRUPTED:  # a KeyboardInterrupt that Typer has caught
@@ -104,7 +134,7 @@ def _explain_usage(error: Any) -> None:
 
 
 def _interrupted() -> int:
-    _say("interrupted: the same command goes on after the last finished round or training")
+    _say(f"interrupted: {GOES_ON}")
     return ExitCode.INTERRUPTED
 
 

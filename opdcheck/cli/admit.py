@@ -66,11 +66,12 @@ def admit(
     from opdcheck import admission
     from opdcheck.cli import output
     from opdcheck.cli.console import TerminalProgress, log_console, result_console
+    from opdcheck.cli.failures import failures_written
     from opdcheck.cli.variables import flags_of
     from opdcheck.errors import BudgetInvalidError, ExitCode
     from opdcheck.text import escaped
 
-    output.check_writable(json_file, markdown_file)
+    output.check_writable(json_file, markdown_file, inputs=admission.files_of(candidate, budget))
     given: dict[str, Any] = {
         "budget": budget,
         "metric": metric,
@@ -78,8 +79,9 @@ def admit(
         "min_prompts": min_prompts,
         "max_prompts": max_prompts,
     }
+    written = failures_written(candidate, json_file, markdown_file, observe=observe)
     try:
-        with TerminalProgress(log_console()) as progress:
+        with written, TerminalProgress(log_console()) as progress:
             report = admission.admit(
                 candidate,
                 overrides={KEYS[name]: value for name, value in given.items() if value is not None},

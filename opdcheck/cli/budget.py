@@ -63,7 +63,7 @@ def declare(
 
     total = _parse_limits(limit)
     declaration.check_limits(total)
-    output.check_writable(None, None, out=out)
+    output.check_writable(None, None, out=out, inputs={"the candidate": candidate})
     if out.exists() and not force:
         raise ConfigError(f"--out: {out} exists", hint="--force overwrites it.")
     with TerminalProgress(log_console()) as progress:

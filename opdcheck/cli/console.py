@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -21,12 +22,17 @@ BAR_CELLS = 30
 
 def result_console() -> Console:
     """For the result. Colour and width as the terminal has them; `NO_COLOR` is honoured by rich."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    return _console(sys.stdout)
 
 
 def log_console() -> Console:
     """For progress and logs."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=False)
+    return _console(sys.stderr)
+
+
+def _console(stream: TextIO | None) -> Console:
+    # Rich takes "no file" for stdout; a closed stream (`2>&-`) must not send the progress there, among the result.
+    return Console(file=io.StringIO() if stream is None else stream, highlight=False, soft_wrap=False)
 
 
 def interval_bar(gate: Gate, *, cells: int = BAR_CELLS, ascii_only: bool = False) -> str:
@@ -79,6 +85,10 @@ class TerminalProgress:
         self._stage = text
         if self._live is None and not quiet:
             self._print(text)
+
+    def step(self, text: str, *, first: bool) -> None:
+        if self._live is not None or first:
+            self.stage(text)
 
     def look(self, gate: Gate, *, metric: str, max_prompts: int) -> None:
         lower, upper = gate.interval

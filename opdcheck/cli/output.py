@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,28 +16,57 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from opdcheck.budget import Budget
+    from opdcheck.report.failure import Failure
     from opdcheck.report.record import Report
 
 
-def check_writable(json_file: str | None, markdown_file: Path | None, *, out: Path | None = None) -> None:
-    """Finds out before the measurement, not after it, that a report could not be written.
+def check_writable(
+    json_file: str | None,
+    markdown_file: Path | None,
+    *,
+    out: Path | None = None,
+    inputs: Mapping[str, Path] | None = None,
+) -> None:
+    """Finds out before the measurement, not after it, that a report could not be written, or onto what.
+
+    Args:
+        inputs: what this command reads, by name: no report may take its place.
 
     Raises:
         ConfigError: naming the flag and the path.
     """
+    taken = dict(inputs or {})
     for flag, path in (("--json", json_file), ("--markdown", markdown_file), ("--out", out)):
         if path is None or (flag == "--json" and path == "-"):
             continue
         if str(path) == "-":
             raise ConfigError(f"{flag}: expected a file; only --json writes to stdout (`-`)")
-        target = Path(path)
-        if target.is_dir():
-            raise ConfigError(f"{flag}: {path} is a folder", hint="Name a file.")
-        folder = target.absolute().parent
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"{flag}: cannot write {path}: {folder} is not a writable folder")
+        try:
+            _check_target(flag, Path(path))
+        except OSError as error:  # such as a name that is too long
+            raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
+        for name, other in taken.items():
+            if _same_file(Path(path), other):
+                raise ConfigError(f"{flag}: {path} is {name}, and would be overwritten", hint="Name another file.")
+        taken[f"the file of {flag}"] = Path(path)
+
+
+def _check_target(flag: str, target: Path) -> None:
+    if target.is_dir():
+        raise ConfigError(f"{flag}: {target} is a folder", hint="Name a file.")
+    folder = target.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag}: cannot write {target}: {folder} is not a writable folder")
+    with suppress(FileNotFoundError):
+        target.lstat()
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other) and one.is_file()  # anything may be written to /dev/null twice
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def write(report: Report, json_file: str | None, markdown_file: Path | None) -> None:
@@ -48,23 +79,38 @@ def write(report: Report, json_file: str | None, markdown_file: Path | None) -> 
     from opdcheck.report.markdown import to_markdown
     from opdcheck.report.record import to_json
 
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
     try:
-        if json_file == "-":
-            sys.stdout.write(to_json(report) + "\n")
-        elif json_file is not None:
-            write_atomically(Path(json_file), to_json(report) + "\n")
-        if markdown_file is not None:
-            write_atomically(markdown_file, to_markdown(report))
-        if summary:
-            # The runner's file is shared by all steps of a job: it is appended to, never replaced.
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(to_markdown(report))
+        _write(to_json(report), to_markdown(report), json_file, markdown_file)
     except OSError as error:
         raise OpdcheckError(
             f"the measurement is done, but a report could not be written: {error}",
             hint="Measured rounds are kept: run the same command again with another path.",
         ) from error
+
+
+def _write(as_json: str, as_markdown: str, json_file: str | None, markdown_file: Path | None) -> None:
+    if json_file == "-":
+        sys.stdout.write(as_json + "\n")
+    elif json_file is not None:
+        write_atomically(Path(json_file), as_json + "\n")
+    if markdown_file is not None:
+        write_atomically(markdown_file, as_markdown)
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        # The runner's file is shared by all steps of a job: it is appended to, never replaced.
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(as_markdown)
+
+
+def write_failure(failure: Failure, json_file: str | None, markdown_file: Path | None) -> None:
+    """Writes a failure where the report would have gone.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    from opdcheck.report.failure import failure_to_json, failure_to_markdown
+
+    _write(failure_to_json(failure), failure_to_markdown(failure), json_file, markdown_file)
 
 
 def show(report: Report, console: Console) -> None:

@@ -62,8 +62,13 @@ def budget_summary(budget: Budget, path: str | Path) -> BudgetSummary:
 
 
 def to_json(report: Report) -> str:
-    """The report as standard JSON; NaN and infinities, which JSON lacks, become the strings pydantic reads back."""
-    return json.dumps(_standard(report.model_dump(mode="json")), indent=2, ensure_ascii=False, allow_nan=False)
+    """The report as standard JSON."""
+    return standard_json(report)
+
+
+def standard_json(record: Model) -> str:
+    """A record as standard JSON; NaN and infinities, which JSON lacks, become the strings pydantic reads back."""
+    return json.dumps(_standard(record.model_dump(mode="json")), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def from_json(text: str) -> Report:
