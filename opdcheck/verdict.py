@@ -109,8 +109,16 @@ def target(budget: Budget, decision: Decision, rollout: Rollout) -> Target:
     source that the budget does not list is held to `total`.
 
     Raises:
-        BudgetInvalidError: the budget has no limit for that metric, or could not certify one for a source.
+        BudgetInvalidError: the budget has no limit for that metric, could not certify one for a source, or was
+            calibrated at another sampling temperature, where the same mismatch costs something else.
     """
+    method, temperature = budget.method, rollout.sampling.temperature
+    if method is not None and method.temperature != temperature:
+        raise BudgetInvalidError(
+            f"budget {budget.name} was calibrated at temperature {method.temperature:g}, and this candidate samples at "
+            f"{temperature:g}",
+            hint="Set `rollout.sampling.temperature` to what the training will use, and calibrate at that.",
+        )
     limits = budget.limits.total
     metric = decision.metric or (next(iter(limits)) if len(limits) == 1 else "tv")
     if metric not in limits:
@@ -421,6 +429,13 @@ def _notes(measurement: Measurement, budget: Budget, accepted: Sequence[Change])
         why = f" (reason given: {budget.reason})" if budget.reason else ""
         text = f"limit declared{by}, not calibrated: its cost in quality was not measured for this student{why}"
         yield Reason(code="declared", text=text, effect="note")
+    if budget.method is not None and measurement.by_position:
+        measured, calibrated = measurement.by_position[-1].stop, budget.method.max_completion_length
+        if measured > calibrated:
+            text = (
+                f"measured on completions of up to {measured} tokens; the limit was calibrated on {calibrated} at most"
+            )
+            yield Reason(code="longer", text=text, effect="note")
     for change in accepted:
         if change.differs:
             text = (

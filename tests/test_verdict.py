@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from samples import budget, calibrated, measurement, prompt_means, sources, summary
+from samples import METHOD, budget, calibrated, measurement, prompt_means, sources, summary
 
 from opdcheck.budget import Change
-from opdcheck.config import Decision, Noise, Rollout, Staleness
+from opdcheck.config import Decision, Noise, Rollout, Sampling, Staleness
 from opdcheck.errors import BudgetInvalidError
 from opdcheck.measurement import Part, SourceShare
 from opdcheck.verdict import Target, reach, target
@@ -92,6 +92,14 @@ class TestTarget:
         differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
         stale = Rollout(noise=Noise(weights=0.1), staleness=Staleness(lag=2))
         assert target(differing, Decision(), stale) == Target("k3", 0.01)
+
+    def test_another_temperature_than_the_calibrations(self):
+        cooler = Rollout(sampling=Sampling(temperature=0.7))
+        assert target(budget(), Decision(), cooler) == Target("k3", 0.015)  # a declared limit names no method
+        with pytest.raises(
+            BudgetInvalidError, match=r"calibrated at temperature 1, and this candidate samples at 0\.7"
+        ):
+            target(calibrated(), Decision(), cooler)
 
     def test_metric_without_a_limit(self):
         with pytest.raises(BudgetInvalidError, match=r"has no limit for tv(.|\n)*decision.metric: k3"):
@@ -236,6 +244,13 @@ class TestSources:
 
 
 class TestWording:
+    def test_longer_completions_than_the_calibrations(self):
+        assert "longer" not in codes(verdict(GOOD, calibrated()), "note")
+        short = calibrated(method={**METHOD, "max_completion_length": 64})
+        (note,) = [reason for reason in verdict(GOOD, short).reasons if reason.code == "longer"]
+        assert note.text == "completions had up to 128 tokens; the limit was calibrated on at most 64"
+        assert note.ok
+
     def test_observe(self):
         found = verdict(BAD, observe=True)
         assert (found.decision, found.exit_code, found.observed) == ("reject", 0, True)

@@ -408,10 +408,11 @@ def limits_of(fit: CalibrationFit, metric: str) -> Limits:
 
 
 def runs_folder(calibration: Calibration, base: Path) -> Path:
-    """Where finished trainings are kept: the file's `runs`, else a folder of the cache."""
-    if calibration.runs is not None:
-        return resolve(calibration.runs, base)
-    return cache_dir() / "trainings" / resolve(calibration.budget, base).stem
+    """Where finished trainings are kept: the file's `runs`, else a folder of the cache.
+
+    That one serves all calibrations, so that one which asks another question of the same trainings finds them.
+    """
+    return cache_dir() / "trainings" if calibration.runs is None else resolve(calibration.runs, base)
 
 
 class _Clock:

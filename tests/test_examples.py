@@ -1,0 +1,75 @@
+"""The files under examples/: they load, and what is held out was not calibrated or trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opdcheck.calibration.file import load_calibration
+from opdcheck.calibration.ladder import levels
+from opdcheck.config import Candidate, load_candidate
+from opdcheck.yamlfile import load
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ADDITION = EXAMPLES / "addition"
+PRUNED = EXAMPLES / "smollm2-pruned"
+HELD_OUT = sorted((ADDITION / "configs").glob("*.yaml"))
+
+
+def rows(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["calibration.yaml", "calibration-rl.yaml", "calibration-accuracy.yaml"])
+def test_calibrations_of_the_addition_pair(name):
+    calibration = load_calibration(ADDITION / name).value
+    assert len(levels(calibration)) >= 6
+    assert len({level.source for level in levels(calibration)} - {"none"}) >= 3
+
+
+def test_the_methods_climb_the_same_ladder():
+    ours, rl = (load_calibration(ADDITION / name).value for name in ("calibration.yaml", "calibration-rl.yaml"))
+    assert rl.method.kind == "rl"
+    assert rl.ladder == ours.ladder
+    assert (rl.student, rl.rollout, rl.workload) == (ours.student, ours.rollout, ours.workload)
+
+
+@pytest.mark.parametrize("file", HELD_OUT, ids=lambda file: file.stem)
+def test_held_out_configurations_load(file):
+    assert load_candidate(file).value.budget is not None
+
+
+def test_held_out_configurations_are_many_and_no_level_of_the_ladder():
+    calibration = load_calibration(ADDITION / "calibration.yaml").value
+    calibrated = [level.rollout for level in levels(calibration)]
+    held_out = [load(file, Candidate).rollout for file in HELD_OUT]
+    assert len(held_out) >= 30
+    assert not [file.name for file, rollout in zip(HELD_OUT, held_out, strict=True) if rollout in calibrated]
+    sources = [rollout.sources for rollout in held_out]
+    assert {source for one in sources for source in one} == {"quantization", "noise", "staleness"}
+    assert sum(len(one) > 1 for one in sources) >= 10  # mixtures
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out"),
+    [
+        (ADDITION / "train.jsonl", ADDITION / "held_out.jsonl"),
+        (EXAMPLES / "smollm2" / "prompts.jsonl", PRUNED / "held_out.jsonl"),
+    ],
+    ids=["addition", "smollm2-pruned"],
+)
+def test_prompts_to_judge_on_are_not_trained_on(trained, held_out):
+    def texts(file: Path) -> set[str]:
+        return {json.dumps(row.get("prompt", row.get("messages"))) for row in rows(file)}
+
+    assert texts(held_out)
+    assert not texts(trained) & texts(held_out)
+
+
+@pytest.mark.smollm2
+def test_the_pruned_pairs_calibration():
+    pytest.importorskip("torch")
+    calibration = load_calibration(PRUNED / "calibration.yaml").value
+    assert len({level.source for level in levels(calibration)} - {"none"}) >= 2
