@@ -432,9 +432,7 @@ def _notes(measurement: Measurement, budget: Budget, accepted: Sequence[Change])
     if budget.method is not None and measurement.by_position:
         measured, calibrated = measurement.by_position[-1].stop, budget.method.max_completion_length
         if measured > calibrated:
-            text = (
-                f"measured on completions of up to {measured} tokens; the limit was calibrated on {calibrated} at most"
-            )
+            text = f"completions had up to {measured} tokens; the limit was calibrated on at most {calibrated}"
             yield Reason(code="longer", text=text, effect="note")
     for change in accepted:
         if change.differs:
