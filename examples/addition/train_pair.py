@@ -90,7 +90,7 @@ def train(name: str, steps: int, seed: int) -> LlamaForCausalLM:
         schedule.step()
         optimizer.zero_grad()
         if (step + 1) % 200 == 0 or step + 1 == steps:
-            print(f"{name}: step {step + 1}/{steps}, loss {loss.item():.4f}", flush=True)  # noqa: T201
+            print(f"{name}: step {step + 1}/{steps}, loss {loss.item():.4f}", flush=True)
     return model.eval()
 
 

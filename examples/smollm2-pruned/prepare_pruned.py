@@ -51,7 +51,7 @@ def main() -> None:
     if not (TEACHER / "model.safetensors").is_file():
         sys.exit(f"no teacher in {TEACHER}: run `make student` first")
     prune(TEACHER, STUDENT, DROPPED)
-    print(f"Student: {STUDENT} ({30 - len(DROPPED)} of 30 layers)")  # noqa: T201
+    print(f"Student: {STUDENT} ({30 - len(DROPPED)} of 30 layers)")
 
 
 if __name__ == "__main__":

