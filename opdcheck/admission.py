@@ -188,11 +188,13 @@ def verify(
 
     Raises:
         ConfigError: the candidate or the budget file is wrong.
-        BudgetInvalidError: the candidate names no budget.
+        BudgetInvalidError: the candidate names no budget, or one without a limit for such a candidate.
+        EngineError: the hub could not be reached.
     """
     overrides = {"budget": None if budget is None else Path(budget)}
     located = load_candidate(Path(candidate_file), overrides, flags=flags)
     stored = _load_budget(located)[0]
+    targets(stored, located.value.decision, located.value.rollout)
     with located.pointing():
         return stored, identify(located.value, located.path.parent)
 
@@ -221,6 +223,12 @@ def _with_steps_taken(
             f"{staleness.lag} optimizer steps with",
             hint="Use a calibrated budget (`opdcheck calibrate`), or name older weights as "
             "`rollout.staleness.checkpoint`.",
+        )
+    if budget.method.kind == "rl":
+        raise ConfigError(
+            f"rollout.staleness.lag: budget {budget.name} is one of `rl`, whose steps need a verifier that a candidate "
+            "does not have",
+            hint="Name older weights as `rollout.staleness.checkpoint`.",
         )
     from opdcheck.calibration.ahead import with_steps_taken
 

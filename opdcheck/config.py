@@ -324,7 +324,7 @@ class Workload(Section):
     """In tokens."""
     chat_template_kwargs: dict[str, Any] = {}
     """Handed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of the sampling; each completion has a seed of its own, derived from it."""
 
 

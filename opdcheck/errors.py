@@ -46,6 +46,10 @@ class BudgetInvalidError(OpdcheckError):
     exit_code = ExitCode.NO_VERDICT
 
 
+class UncertifiedError(BudgetInvalidError):
+    """The calibration looked for a limit for one of the candidate's sources, and could certify none."""
+
+
 class EngineError(OpdcheckError):
     """The engine or the model failed."""
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from opdcheck.budget import Budget, Change, TailLimits
-from opdcheck.config import Decision, Metric, Model, Rollout, Source
-from opdcheck.errors import BudgetInvalidError, ExitCode
+from opdcheck.config import Decision, Metric, Model, Rollout, Sampling, Source
+from opdcheck.errors import BudgetInvalidError, ExitCode, UncertifiedError
 from opdcheck.fingerprint import shorten
 from opdcheck.measurement import Estimator, Measurement, SourceName
 from opdcheck.stats.gate import MAX_CLIPPED_SHARE, Gate
@@ -110,15 +110,9 @@ def target(budget: Budget, decision: Decision, rollout: Rollout) -> Target:
 
     Raises:
         BudgetInvalidError: the budget has no limit for that metric, could not certify one for a source, or was
-            calibrated at another sampling temperature, where the same mismatch costs something else.
+            calibrated at other sampling.
     """
-    method, temperature = budget.method, rollout.sampling.temperature
-    if method is not None and method.temperature != temperature:
-        raise BudgetInvalidError(
-            f"budget {budget.name} was calibrated at temperature {method.temperature:g}, and this candidate samples at "
-            f"{temperature:g}",
-            hint="Set `rollout.sampling.temperature` to what the training will use, and calibrate at that.",
-        )
+    _check_sampling(budget, rollout)
     limits = budget.limits.total
     metric = decision.metric or (next(iter(limits)) if len(limits) == 1 else "tv")
     if metric not in limits:
@@ -126,21 +120,42 @@ def target(budget: Budget, decision: Decision, rollout: Rollout) -> Target:
             f"budget {budget.name} has no limit for {metric}, only for {', '.join(limits)}",
             hint=f"Set `decision.metric: {next(iter(limits))}`, or make a budget that limits {metric}.",
         )
+    return _strictest(budget, metric, rollout)
+
+
+def _check_sampling(budget: Budget, rollout: Rollout) -> None:
+    """The same mismatch costs something else where other tokens are sampled."""
+    if budget.method is None:
+        return
+    calibrated, found = Sampling(temperature=budget.method.temperature), rollout.sampling
+    if found.temperature == calibrated.temperature and not found.truncates:
+        return
+    different = [name for name in Sampling.model_fields if getattr(found, name) != getattr(calibrated, name)]
+    listed = ", ".join(f"{name} {getattr(calibrated, name):g}" for name in different)
+    given = ", ".join(f"{name} {getattr(found, name):g}" for name in different)
+    raise BudgetInvalidError(
+        f"budget {budget.name} was calibrated at {listed}, and this candidate samples at {given}",
+        hint="Set `rollout.sampling` to what the training will use, and calibrate at that.",
+    )
+
+
+def _strictest(budget: Budget, metric: Metric, rollout: Rollout) -> Target:
     by_source = budget.limits.total_by_source
     found = [_of_source(budget, metric, source) for source in rollout.sources if source in by_source]
     if not found or len(found) < len(rollout.sources):
-        found.append(Target(metric, limits[metric]))
+        found.append(Target(metric, budget.limits.total[metric]))
     return min(found, key=lambda aim: aim.limit)
 
 
 def _of_source(budget: Budget, metric: Metric, source: Source) -> Target:
     limits = budget.limits.total_by_source[source]
-    if limits is None or metric not in limits:
-        raise BudgetInvalidError(
-            f"budget {budget.name} has no limit for {source}: "
-            + ("its calibration could certify none" if limits is None else f"it has none for {metric}"),
+    if limits is None:
+        raise UncertifiedError(
+            f"budget {budget.name} has no limit for {source}: its calibration could certify none",
             hint="Calibrate again with more seeds or with lower levels of it, or leave it out of the candidate.",
         )
+    if metric not in limits:
+        return Target(metric, budget.limits.total[metric])
     return Target(metric, limits[metric], source)
 
 
@@ -151,7 +166,8 @@ def targets(budget: Budget, decision: Decision, rollout: Rollout) -> list[Target
         BudgetInvalidError: as `target`.
     """
     aim = target(budget, decision, rollout)
-    return [aim, *(Target(metric, limit) for metric, limit in budget.limits.total.items() if metric != aim.metric)]
+    others = [metric for metric in budget.limits.total if metric != aim.metric]
+    return [aim, *(_strictest(budget, metric, rollout) for metric in others)]
 
 
 def new_gate(aim: Target, decision: Decision) -> Gate:

@@ -9,7 +9,7 @@ from opdcheck.budget import Change
 from opdcheck.config import Decision, Noise, Rollout, Sampling, Staleness
 from opdcheck.errors import BudgetInvalidError
 from opdcheck.measurement import Part, SourceShare
-from opdcheck.verdict import Target, reach, target
+from opdcheck.verdict import Target, reach, target, targets
 
 GOOD = measurement(0.0017, prompts=64)
 BAD = measurement(0.0424, prompts=64)
@@ -87,6 +87,11 @@ class TestTarget:
         assert (found.limit, found.limit_of) == (0.02, "quantization")
         assert "above the limit 0.02 (that of quantization)" in found.against[0].text
 
+    def test_every_metric_is_held_to_the_strictest_of_the_sources(self):
+        limits = {"total": {"tv": 0.1, "k3": 0.02}, "total_by_source": {"noise": {"k3": 0.01}}}
+        noisy = Rollout(noise=Noise(weights=0.1))
+        assert targets(budget(limits=limits), Decision(), noisy) == [Target("tv", 0.1), Target("k3", 0.01, "noise")]
+
     def test_a_source_that_was_not_calibrated_is_held_to_the_total(self):
         by_source = {"noise": {"k3": 0.04}, "quantization": {"k3": 0.02}}
         differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
@@ -97,9 +102,12 @@ class TestTarget:
         cooler = Rollout(sampling=Sampling(temperature=0.7))
         assert target(budget(), Decision(), cooler) == Target("k3", 0.015)  # a declared limit names no method
         with pytest.raises(
-            BudgetInvalidError, match=r"calibrated at temperature 1, and this candidate samples at 0\.7"
+            BudgetInvalidError, match=r"calibrated at temperature 1, and this candidate samples at temperature 0\.7"
         ):
             target(calibrated(), Decision(), cooler)
+        with pytest.raises(BudgetInvalidError, match=r"calibrated at top_p 1, .* at top_p 0\.9"):
+            target(calibrated(), Decision(), Rollout(sampling=Sampling(top_p=0.9)))
+        assert target(calibrated(), Decision(), Rollout(sampling=Sampling(top_k=0))).limit == 0.015
 
     def test_metric_without_a_limit(self):
         with pytest.raises(BudgetInvalidError, match=r"has no limit for tv(.|\n)*decision.metric: k3"):

@@ -6,9 +6,12 @@ The trainer is the student after `lag` real steps; the rollout policy is the stu
 from __future__ import annotations
 
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
-from opdcheck.calibration.file import Method
+from filelock import FileLock
+
+from opdcheck.calibration.file import Method, Verifier
 from opdcheck.calibration.laboratory import Laboratory
 from opdcheck.calibration.store import content_key
 from opdcheck.config import Candidate, Rollout, Staleness
@@ -30,14 +33,18 @@ class StepsTaken(Staleness):
         return f"{self.lag} optimizer steps behind, {self.settings}"
 
 
-def with_steps_taken(candidate: Candidate, base: Path, method: Method, *, progress: Progress) -> Candidate:
+def with_steps_taken(
+    candidate: Candidate, base: Path, method: Method, *, verifier: Verifier | None = None, progress: Progress
+) -> Candidate:
     """The candidate with `lag` steps taken: its student is the trained one, its stale checkpoint the student of before.
 
-    The steps are distillation steps on the workload's prompts, with unperturbed rollouts of the current weights.
+    The steps are the method's, on the workload's prompts, with unperturbed rollouts of the current weights, and at its
+    full learning rate: a lag in the middle of a training, not in its warm-up, is what is to be known.
 
     Args:
         candidate: with `staleness.lag` and a teacher, without `staleness.checkpoint`.
         method: loss, learning rate, batch: a lag means nothing without them.
+        verifier: the reward of method `rl`.
 
     Raises:
         ConfigError: the teacher's vocabulary is not the student's.
@@ -46,7 +53,7 @@ def with_steps_taken(candidate: Candidate, base: Path, method: Method, *, progre
     staleness = candidate.rollout.staleness
     if staleness is None or staleness.lag is None or candidate.teacher is None:
         raise ValueError("a lag and a teacher are needed")
-    folder = _checkpoint(candidate, base, method, staleness.lag, progress)
+    folder = _checkpoint(candidate, base, _in_full_swing(method, staleness.lag), verifier, staleness.lag, progress)
     student = candidate.student
     behind = StepsTaken(
         checkpoint=student.path, revision=student.revision, lag=staleness.lag, settings=steps_taken(method)
@@ -65,13 +72,19 @@ def steps_taken(method: Method) -> str:
     return f"taken by opdcheck: learning rate {method.learning_rate:g}, batch {method.batch_size}, {loss}"
 
 
-def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, progress: Progress) -> Path:
+def _in_full_swing(method: Method, lag: int) -> Method:
+    return method.model_copy(update={"warmup_steps": 0, "schedule": "constant", "steps": lag})
+
+
+def _checkpoint(
+    candidate: Candidate, base: Path, method: Method, verifier: Verifier | None, lag: int, progress: Progress
+) -> Path:
     clean = unperturbed(candidate)
     # Whoever samples these steps, they are steps of the trainer; the engine under test is opened once, afterwards.
     clean = clean.model_copy(
         update={"rollout": Rollout(engine="transformers", dtype=clean.student.dtype, sampling=clean.rollout.sampling)}
     )
-    laboratory = Laboratory(clean, base, method, evaluation=None, verifier=None, progress=progress)
+    laboratory = Laboratory(clean, base, method, evaluation=None, verifier=verifier, progress=progress)
     teacher = clean.teacher
     key = content_key(
         {
@@ -84,14 +97,17 @@ def _checkpoint(candidate: Candidate, base: Path, method: Method, lag: int, prog
             "max_completion_length": clean.workload.max_completion_length,
             "seed": clean.workload.seed,
             "lag": lag,
+            "libraries": [version("torch"), version("transformers")],
             **laboratory.content(),
         }
     )
     folder = cache_dir() / "ahead" / key
-    if not (folder / "config.json").is_file():
-        _take_steps(laboratory, clean, base, lag, folder, progress)
-    folder.touch()
-    _prune(folder.parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / "lock"):  # one process at a time makes and removes checkpoints here
+        if not (folder / "config.json").is_file():
+            _take_steps(laboratory, clean, base, lag, folder, progress)
+        folder.touch()
+        _prune(folder.parent)
     return folder
 
 

@@ -19,7 +19,7 @@ from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.calibration.ladder import Level
 from opdcheck.calibration.records import Backtest, BacktestRow, Fitted
 from opdcheck.config import Candidate, load_candidate, resolve
-from opdcheck.errors import BudgetInvalidError, ConfigError
+from opdcheck.errors import ConfigError, UncertifiedError
 from opdcheck.progress import Progress, Silent
 from opdcheck.stats.noninferiority import fixed_sequence
 from opdcheck.verdict import Outcome, target
@@ -55,8 +55,9 @@ def backtest(
         jobs: how many trainings at a time, each in a process of its own.
 
     Raises:
-        ConfigError: the budget was declared, the folder holds no candidates, or one of them is for another student,
-            teacher or workload than the calibration's.
+        ConfigError: the budget was declared, or its calibration file has changed since; the folder holds no candidates,
+            or one is for another student, teacher or prompts than the calibration's, or cannot be trained under.
+        BudgetInvalidError: the budget does not hold for one of them.
         EngineError: a measurement or a training failed; finished ones are kept.
     """
     progress = progress or Silent()
@@ -65,7 +66,8 @@ def backtest(
     fit = _fit_of(budget, budget_path)
     located = load_calibration(_calibration_path(budget, budget_path, calibration_file))
     held_out = _load_configs(Path(configs), budget_path)
-    fresh = _with_other_seeds(located, seeds)
+    _check_same_calibration(budget, fit, located)
+    fresh = _with_other_seeds(located, budget, seeds)
     levels = [Level(one.path.stem, "mixture", one.candidate.rollout) for one in held_out]
     calibrator = Calibrator(fresh, progress, instead_of_ladder=levels, jobs=jobs)
     _check_same_subject(held_out, located)
@@ -100,7 +102,7 @@ def _ask(held_out: _HeldOut, budget: Budget, budget_path: Path, progress: Progre
     progress.stage(f"asking the gate: {held_out.path.name}")
     try:
         target(budget, held_out.candidate.decision, held_out.candidate.rollout)
-    except BudgetInvalidError:  # no limit could be certified for one of its sources
+    except UncertifiedError:  # no limit could be certified for one of its sources
         return _Answer("inconclusive")
     report = admit(held_out.path, overrides={"budget": budget_path}, sources=False, progress=progress)
     measurement, verdict = report.measurement, report.verdict
@@ -149,9 +151,29 @@ def _load_configs(folder: Path, budget: Path) -> list[_HeldOut]:
     return [_HeldOut(file, load_candidate(file, {"budget": budget}).value) for file in files]
 
 
-def _with_other_seeds(located: Located[Calibration], count: int) -> Located[Calibration]:
+def _check_same_calibration(budget: Budget, fit: Fitted, located: Located[Calibration]) -> None:
+    """The trainings to come must be of the kind that the budget's limit came from."""
+    calibration, method = located.value, budget.method
+    now = {
+        **calibration.method.model_dump(),
+        "temperature": calibration.rollout.sampling.temperature,
+        "max_completion_length": calibration.workload.max_completion_length,
+    }
+    then = {} if method is None else method.model_dump()
+    changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
+    if calibration.quality != fit.quality:
+        changed.append(f"quality {fit.quality} -> {calibration.quality}")
+    if changed:
+        raise ConfigError(
+            f"{located.path}: changed since budget {budget.name} was calibrated: {', '.join(changed)}",
+            hint="Calibrate again, or pass the file that the budget was calibrated with as --calibration.",
+        )
+
+
+def _with_other_seeds(located: Located[Calibration], budget: Budget, count: int) -> Located[Calibration]:
     """Seeds that no training of the calibration had."""
-    first = max(located.value.seeds) + 1
+    used = {*located.value.seeds, *(seed for one in budget.evidence for seed in one.seeds)}
+    first = max(used) + 1
     return located.replace(located.value.model_copy(update={"seeds": list(range(first, first + count))}))
 
 
@@ -166,6 +188,26 @@ def _check_same_subject(held_out: Sequence[_HeldOut], located: Located[Calibrati
         ):
             if theirs is None or resolve(ours, base) != resolve(theirs, folder):
                 raise ConfigError(f"{one.path}: {key}: expected the calibration's, {resolve(ours, base)}")
+        _check_trainable(one, calibration)
+
+
+def _check_trainable(one: _HeldOut, calibration: Calibration) -> None:
+    """What a training cannot do as the gate measures it would compare two different things."""
+    rollout, steps = one.candidate.rollout, calibration.method.steps
+    stale = rollout.staleness
+    if rollout.model is not None:
+        raise ConfigError(
+            f"{one.path}: rollout.model: no training can sample from a checkpoint that does not follow it"
+        )
+    if stale is not None and stale.checkpoint is not None:
+        raise ConfigError(f"{one.path}: rollout.staleness.checkpoint: expected a lag alone, as trainings have it")
+    if stale is not None and (stale.lag or 0) >= steps:
+        raise ConfigError(f"{one.path}: rollout.staleness.lag: expected less than method.steps ({steps})")
+    if one.candidate.workload.max_completion_length != calibration.workload.max_completion_length:
+        raise ConfigError(
+            f"{one.path}: workload.max_completion_length: expected the calibration's, "
+            f"{calibration.workload.max_completion_length}"
+        )
 
 
 __all__ = ["backtest"]

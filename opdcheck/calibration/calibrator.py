@@ -15,7 +15,7 @@ from opdcheck.admission import Subject, identify
 from opdcheck.budget import Budget, Floor, Limits
 from opdcheck.calibration.ahead import with_steps_taken
 from opdcheck.calibration.file import Calibration, load_calibration
-from opdcheck.calibration.fit import LevelLosses, calibrate_limits
+from opdcheck.calibration.fit import CannotCalibrateError, LevelLosses, calibrate_limits
 from opdcheck.calibration.laboratory import Laboratory
 from opdcheck.calibration.ladder import Level, as_candidate, levels, unperturbed
 from opdcheck.calibration.records import BudgetMethod, CalibrationFit, Evidence, Fitted
@@ -105,6 +105,7 @@ class Calibrator:
         self.progress = progress
         ladder = levels(self.calibration)
         self.levels = ladder if instead_of_ladder is None else [ladder[0], *instead_of_ladder]
+        self._check_names()
         self.store = RunStore(runs_folder(self.calibration, self.base))
         self.clean = as_candidate(self.calibration, unperturbed(self.calibration))
         progress.stage("checking models and ladder")
@@ -119,6 +120,13 @@ class Calibrator:
             verifier=self.calibration.verifier,
             progress=progress,
         )
+
+    def _check_names(self) -> None:
+        """Levels are told apart by name in every table, and so they must be."""
+        names = [level.name for level in self.levels]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise self.located.error("ladder", f"expected levels of different names, found two called `{twice}`")
 
     def _check_level(self, level: Level, index: int) -> None:
         candidate = as_candidate(self.calibration, level)
@@ -175,7 +183,13 @@ class Calibrator:
 
         candidate = as_candidate(self.calibration, level)
         if level.lag:
-            candidate = with_steps_taken(candidate, self.base, self.calibration.method, progress=self.progress)
+            candidate = with_steps_taken(
+                candidate,
+                self.base,
+                self.calibration.method,
+                verifier=self.calibration.verifier,
+                progress=self.progress,
+            )
         with Session(candidate, self.base) as session:
             prompts = session.drawn_prompts[: self.calibration.mismatch_prompts]
             rounds = [measure_round(session, group) for group in in_rounds(prompts, 32)]
@@ -190,7 +204,7 @@ class Calibrator:
 
     def _floor(self, clean: LevelMismatch) -> Floor:
         """The unperturbed level is the kernel floor; the trainer's null is measured on its first prompts."""
-        key = content_key({**self._shared_content, "null": FLOOR_PROMPTS})
+        key = content_key({**self._shared_content, "null": FLOOR_PROMPTS, "kernel": clean.key})
         stored = self.store.load("floor", key, KeptFloor)
         if stored is not None:
             return stored.floor
@@ -267,7 +281,9 @@ class Calibrator:
         self._keep(self._run_name(level, seed), run.key, run)
 
     def _stored(self, level: Level, seed: int) -> Run | None:
-        return self.store.load(self._run_name(level, seed), self._run_key(level, seed), Run)
+        run = self.store.load(self._run_name(level, seed), self._run_key(level, seed), Run)
+        # Another calibration may have called the same rollouts by another name.
+        return run and run.model_copy(update={"level": level.name, "source": level.source})
 
     def _run_name(self, level: Level, seed: int) -> str:
         return f"{level.slug}-seed{seed}"
@@ -288,14 +304,12 @@ class Calibrator:
     @cached_property
     def _shared_content(self) -> dict[str, Any]:
         """What every result depends on, as one hash: the prompts in it are many, and keys are asked for often."""
-        subject = self.subject
-        environment = subject.environment.model_dump(exclude={"python", "cpu_capability"})
         content = {
-            "student": subject.student.model_dump(exclude={"name"}),
-            "teacher": subject.teacher and subject.teacher.model_dump(exclude={"name"}),
-            "environment": environment,
-            "max_completion_length": self.calibration.workload.max_completion_length,
-            "workload_seed": self.calibration.workload.seed,
+            # The rollout is each level's own, and so are the keys of what it names besides the student.
+            **{name: value for name, value in self.subject.key.items() if name not in ("opdcheck", "rollout")},
+            "student": self.subject.student.model_dump(exclude={"name"}),
+            "teacher": self.subject.teacher and self.subject.teacher.model_dump(exclude={"name"}),
+            "environment": self.subject.environment.model_dump(exclude={"python", "cpu_capability"}),
             **self.laboratory.content(),
         }
         return {"shared": content_key(content)}
@@ -353,7 +367,7 @@ class Calibrator:
         self, fit: CalibrationFit, measured: Sequence[LevelMismatch], runs: Sequence[Run], floor: Floor
     ) -> Budget:
         calibration = self.calibration
-        return Budget.checked(
+        return _refused_as_calibration(
             name=resolve(calibration.budget, self.base).stem,
             provenance="calibrated",
             created=None,
@@ -392,6 +406,14 @@ class Calibrator:
             accuracy=None if None in accuracies else [float(value or 0) for value in accuracies],
             k3_in_training=[outcome.k3_in_training for outcome in outcomes],
         )
+
+
+def _refused_as_calibration(**fields: Any) -> Budget:
+    """A budget of these fields; where it would be refused, it is the trainings that support none."""
+    try:
+        return Budget.checked(**fields)
+    except ConfigError as error:
+        raise CannotCalibrateError(f"the trainings support no limit: {error.message}", hint=error.hint) from error
 
 
 def limits_of(fit: CalibrationFit, metric: str) -> Limits:

@@ -100,7 +100,7 @@ class Evaluation(Section):
     """The first so many rows; default all."""
     every: Annotated[int, Field(ge=1)] = 10
     """Optimizer steps between two evaluations; there is always one at the end."""
-    seed: int = 1
+    seed: Annotated[int, Field(ge=0)] = 1
     """Of the sampling: the same for all runs, so that differences between runs are not luck."""
 
 
@@ -132,7 +132,7 @@ class Calibration(Section):
     evaluation: Evaluation
     verifier: Verifier | None = None
     ladder: Ladder
-    seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2, 3, 4]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0, 1, 2, 3, 4]
     """One training per level and seed. A seed is a data order; runs of one seed are paired."""
     metric: Metric = "tv"
     """Scale of the mismatch, and of the limit."""
@@ -244,6 +244,8 @@ def _file_problems(calibration: Calibration, base: Path) -> Iterator[Problem]:
     yield from prompt_file_problems("workload.prompts", calibration.workload.prompts, base)
     yield from prompt_file_problems("evaluation.prompts", calibration.evaluation.prompts, base)
     yield from folder_problems("budget", calibration.budget, base)
+    if not calibration.budget.endswith((".yaml", ".yml")):  # a picture and a page stand beside it
+        yield "budget", f"expected a file that ends in .yaml, found {calibration.budget}"
 
 
 __all__ = ["Calibration", "Evaluation", "Ladder", "Method", "QualityName", "Verifier", "load_calibration"]

@@ -147,19 +147,28 @@ class Laboratory:
         )
 
     def _checker(self, workload: Workload) -> AnswerChecker | None:
-        from opdcheck.calibration.verifier import AnswerChecker, load_answers
+        from opdcheck.calibration.verifier import AnswerChecker
 
         if self._verifier is None:
             return None
-        answers = load_answers(workload.prompts, self._verifier.answer, self._base, workload.num_prompts)
-        return AnswerChecker(self._verifier, answers, self._session.tokenizer)
+        return AnswerChecker(self._verifier, self._answers(workload), self._session.tokenizer)
 
     def content(self) -> Mapping[str, Any]:
-        """What a training depends on besides models, method and level: the prompts themselves, as token ids."""
+        """What a training depends on besides models, method and level: the prompts, as token ids, and their answers."""
+        judged = self._evaluation is not None
         return {
             "prompts": [prompt.token_ids for prompt in self.prompts],
-            "held_out": [] if self._evaluation is None else [prompt.token_ids for prompt in self.held_out],
+            "held_out": [prompt.token_ids for prompt in self.held_out] if judged else [],
+            "answers": self._answers(self._candidate.workload),
+            "held_out_answers": self._answers(self._held_out_workload) if judged else [],
         }
+
+    def _answers(self, workload: Workload) -> Any:
+        from opdcheck.calibration.verifier import load_answers
+
+        if self._verifier is None:
+            return []
+        return load_answers(workload.prompts, self._verifier.answer, self._base, workload.num_prompts)
 
 
 def _use_few_threads(student: CausalLM) -> None:

@@ -42,8 +42,8 @@ class Level:
 
     @property
     def slug(self) -> str:
-        """The name as part of a file name."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-").lower()
+        """The name as part of a file name, cut where long; what tells levels apart is the key beside it."""
+        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-").lower()[:80]
 
     @property
     def lag(self) -> int:
@@ -85,7 +85,7 @@ def as_candidate(calibration: Calibration, level: Level) -> Candidate:
 
 
 def scheme_label(scheme: Any) -> str:
-    """A short name of a quantization, unique for what it says."""
+    """A short name of a quantization."""
     if isinstance(scheme, str):
         return scheme
     if isinstance(scheme, Quantization):

@@ -26,15 +26,16 @@ def workers(count: int, file: Path, seeds: Sequence[int], levels: Sequence[Level
     """
     context = multiprocessing.get_context("spawn")
     arguments = (file, list(seeds), list(levels), _threads_each(count + 1))
-    processes = [context.Process(target=_work, args=arguments) for _ in range(count)]
-    for process in processes:
-        process.start()
+    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(count)]
     try:
+        for process in processes:
+            process.start()
         yield
     finally:
-        for process in processes:
+        started = [process for process in processes if process.pid is not None]
+        for process in started:
             process.terminate()
-        for process in processes:
+        for process in started:
             process.join()
 
 

@@ -79,25 +79,25 @@ def admit(
         "min_prompts": min_prompts,
         "max_prompts": max_prompts,
     }
-    written = failures_written(candidate, json_file, markdown_file, observe=observe)
     try:
-        with written, TerminalProgress(log_console()) as progress:
-            report = admission.admit(
-                candidate,
-                overrides={KEYS[name]: value for name, value in given.items() if value is not None},
-                flags=flags_of(context, KEYS),
-                sources=True if sources else None,
-                accept_stale=_only_one(accept_stale),
-                observe=observe,
-                fresh=fresh,
-                progress=progress,
-            )
+        with failures_written(candidate, json_file, markdown_file, observe=observe):
+            with TerminalProgress(log_console()) as progress:
+                report = admission.admit(
+                    candidate,
+                    overrides={KEYS[name]: value for name, value in given.items() if value is not None},
+                    flags=flags_of(context, KEYS),
+                    sources=True if sources else None,
+                    accept_stale=_only_one(accept_stale),
+                    observe=observe,
+                    fresh=fresh,
+                    progress=progress,
+                )
+            output.write(report, json_file, markdown_file)
     except BudgetInvalidError as error:
         if not observe:
             raise
         typer.echo(escaped(f"no verdict: {error}\n{OBSERVED}"), err=True)
         raise typer.Exit(ExitCode.ADMITTED) from error
-    output.write(report, json_file, markdown_file)
     output.show(report, result_console() if json_file != "-" else log_console())
     raise typer.Exit(report.verdict.exit_code)
 

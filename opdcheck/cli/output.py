@@ -89,10 +89,6 @@ def write(report: Report, json_file: str | None, markdown_file: Path | None) -> 
 
 
 def _write(as_json: str, as_markdown: str, json_file: str | None, markdown_file: Path | None) -> None:
-    if json_file == "-":
-        sys.stdout.write(as_json + "\n")
-    elif json_file is not None:
-        write_atomically(Path(json_file), as_json + "\n")
     if markdown_file is not None:
         write_atomically(markdown_file, as_markdown)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -100,6 +96,11 @@ def _write(as_json: str, as_markdown: str, json_file: str | None, markdown_file:
         # The runner's file is shared by all steps of a job: it is appended to, never replaced.
         with Path(summary).open("a", encoding="utf-8") as file:
             file.write(as_markdown)
+    # Last, since it is what programs read: where another one could not be written, no verdict stands here.
+    if json_file == "-":
+        sys.stdout.write(as_json + "\n")
+    elif json_file is not None:
+        write_atomically(Path(json_file), as_json + "\n")
 
 
 def write_failure(failure: Failure, json_file: str | None, markdown_file: Path | None) -> None:

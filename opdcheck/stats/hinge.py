@@ -56,7 +56,11 @@ def benchmark_doses(
         margin: the loss whose dose is asked for; fixed before the data.
         seed_indices: which seeds make up each resample: see `resample_seeds`.
     """
-    means = losses[:, seed_indices].mean(axis=2).T  # [bootstraps, levels]
+    # The spread of a resampled mean of n is a share sqrt((n - 1)/n) too small.
+    seeds = losses.shape[1]
+    inflation = (seeds / (seeds - 1)) ** 0.5 if seeds > 1 else 1.0
+    centre = losses.mean(axis=1, keepdims=True)
+    means = (centre + inflation * (losses[:, seed_indices].mean(axis=2) - centre)).T  # [bootstraps, levels]
     thresholds, slopes = _fit_many(mismatch, means)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(slopes > 0, thresholds + margin / slopes, np.inf)

@@ -34,6 +34,8 @@ def test_the_examples_load() -> None:
     [
         ("seeds: [0, 1, 2]", "seeds: [0, 1]", "12: seeds: expected at least 3 different seeds, found [0, 1]"),
         ("seeds: [0, 1, 2]", "seeds: [0, 1, 2, 2]", "12: seeds: expected each seed once"),
+        ("seeds: [0, 1, 2]", "seeds: [-1, 1, 2]", "12: seeds[0]: expected a number of at least 0"),
+        ("budget: budget.yaml", "budget: budget.html", "budget: expected a file that ends in .yaml"),
         ("noise: [0.05, 0.1, 0.3]", "noise: [0.3]", "expected at least 5 levels of mismatch"),
         ("noise: [0.05, 0.1, 0.3]", "noise: [0.3, 0.1, 0.05]", "expected rising values"),
         ("staleness: [1, 2]", "logit_noise: [0.1, 0.2]", "expected levels of at least 2 sources"),

@@ -194,6 +194,27 @@ class TestCalibrate:
         (part,) = [part for part in report.measurement.provenance if part.part == "staleness"]
         assert part.detail == "2 optimizer steps behind, taken by opdcheck: learning rate 0.0003, batch 12, beta 0.5"
 
+    def test_a_lag_may_be_longer_than_the_calibrations_trainings(
+        self, pair: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPDCHECK_CACHE", str(pair / "cache"))
+        torch.set_num_threads(1)
+        (pair / "long.yaml").write_text(CANDIDATE % "staleness: {lag: 16}")
+        assert admit(pair / "long.yaml").measurement.metrics["tv"].mean > 0
+
+    @pytest.mark.usefixtures("budget_file")
+    def test_backtest_trains_only_what_it_can_and_as_the_budget_was_calibrated(self, pair: Path) -> None:
+        configs = pair / "refused"
+        configs.mkdir()
+        text = CANDIDATE.replace("path: student", "path: ../student").replace("budgets/", "../budgets/")
+        (configs / "other.yaml").write_text(text % "model: {path: ../student}")
+        with pytest.raises(ConfigError, match=r"other\.yaml: rollout\.model: a training cannot sample from"):
+            backtest(pair / "budgets" / "pair.yaml", configs, seeds=2)
+        changed = pair / "changed.yaml"
+        changed.write_text(TEXT.replace("steps: 14", "steps: 15"))
+        with pytest.raises(ConfigError, match="changed since budget pair was calibrated: steps 14 -> 15"):
+            backtest(pair / "budgets" / "pair.yaml", configs, seeds=2, calibration_file=changed)
+
     def test_backtest(self, pair: Path, budget_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OPDCHECK_CACHE", str(pair / "cache"))
         configs = pair / "configs"
@@ -239,3 +260,15 @@ def test_a_declared_budget_cannot_be_backtested(tmp_path: Path) -> None:
     stored = Path(__file__).parents[2] / "budgets" / "smollm2-135m.yaml"
     with pytest.raises(ConfigError, match="was declared, so there are no trainings"):
         backtest(stored, tmp_path)
+
+
+def test_two_levels_of_one_name_are_refused(calibration_file: Path) -> None:
+    """Such as two schemes that differ in what a short name leaves out."""
+    text = calibration_file.read_text()
+    schemes = "ladder:\n  quantization:\n" + "".join(
+        f"    - config_groups: {{w: {{targets: [{target}], weights: {{num_bits: 8, type: int}}}}}}\n"
+        for target in ("Linear", "'re:.*mlp.*'")
+    )
+    calibration_file.write_text(text.replace("ladder:\n", schemes))
+    with pytest.raises(ConfigError, match=r"ladder: expected levels of different names, found two called `8-bit int"):
+        plan(calibration_file)
