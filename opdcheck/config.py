@@ -241,8 +241,9 @@ class Staleness(Section):
     """The rollout policy holds weights that are `lag` optimizer steps older than the trainer's."""
 
     checkpoint: Annotated[str, Field(min_length=1)] | None = None
-    """Folder or hub id of the older weights. Without it `admit` takes `lag` real optimizer steps from the student, with
-    the method settings of a calibrated budget: then the student is the older one. Needs `teacher`."""
+    """Folder or hub id of the older weights. Without it `admit` trains the student with the
+    method settings of a calibrated budget, past its warm-up, and compares weights that are `lag` steps apart. Needs
+    `teacher`."""
     revision: str | None = None
     """Hub revision, such as a training step's branch."""
     lag: Annotated[int, Field(ge=1)] | None = None

@@ -1,13 +1,15 @@
 """The student some optimizer steps on: what makes a lag measurable without a checkpoint of older weights.
 
-The trainer is the student after `lag` real steps; the rollout policy is the student as it is, and so `lag` steps old.
+The trainer is the student some real steps on; the rollout policy holds the weights of `lag` steps before.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -20,8 +22,16 @@ from opdcheck.fingerprint import fingerprint_model
 from opdcheck.floor import unperturbed
 from opdcheck.progress import Progress
 
+if TYPE_CHECKING:
+    from opdcheck.models import CausalLM
+
 KEPT = 4
-"""Checkpoints that stay in the cache, the last used ones: each is as large as the student."""
+"""Pairs of checkpoints that stay in the cache, the last used ones: each is twice as large as the student."""
+
+BURN_IN = 10
+"""Steps after the method's warm-up, until Adam's moments are those of a training on its way."""
+
+BEHIND, AHEAD = "behind", "ahead"
 
 
 class StepsTaken(Staleness):
@@ -36,10 +46,12 @@ class StepsTaken(Staleness):
 def with_steps_taken(
     candidate: Candidate, base: Path, method: Method, *, verifier: Verifier | None = None, progress: Progress
 ) -> Candidate:
-    """The candidate with `lag` steps taken: its student is the trained one, its stale checkpoint the student of before.
+    """The candidate with steps taken: its student is the trained one, its stale checkpoint that of `lag` steps before.
 
-    The steps are the method's, on the workload's prompts, with unperturbed rollouts of the current weights, and at its
-    full learning rate: a lag in the middle of a training, not in its warm-up, is what is to be known.
+    The steps are the method's, on the workload's prompts, with unperturbed rollouts of the current weights, at its full
+    learning rate. They begin when the method's warm-up and `BURN_IN` steps more are over: what is to be known is a lag
+    in the middle of a training. In the warm-up steps are small; the first ones of Adam without it are large (seen with
+    the addition pair: a lag of 2 from a fresh optimizer has eighteen times the k3 that trainings have at that lag).
 
     Args:
         candidate: with `staleness.lag` and a teacher, without `staleness.checkpoint`.
@@ -53,14 +65,13 @@ def with_steps_taken(
     staleness = candidate.rollout.staleness
     if staleness is None or staleness.lag is None or candidate.teacher is None:
         raise ValueError("a lag and a teacher are needed")
-    folder = _checkpoint(candidate, base, _in_full_swing(method, staleness.lag), verifier, staleness.lag, progress)
-    student = candidate.student
-    behind = StepsTaken(
-        checkpoint=student.path, revision=student.revision, lag=staleness.lag, settings=steps_taken(method)
-    )
+    steps = _Steps(method.warmup_steps + BURN_IN, staleness.lag)
+    folder = _checkpoints(candidate, base, _in_full_swing(method, steps), verifier, steps, progress)
+    settings = f"{steps_taken(method)}, after {steps.before} others"
+    behind = StepsTaken(checkpoint=str(folder / BEHIND), lag=staleness.lag, settings=settings)
     return candidate.model_copy(
         update={
-            "student": student.model_copy(update={"path": str(folder), "revision": None}),
+            "student": candidate.student.model_copy(update={"path": str(folder / AHEAD), "revision": None}),
             "rollout": candidate.rollout.model_copy(update={"staleness": behind}),
         }
     )
@@ -72,13 +83,25 @@ def steps_taken(method: Method) -> str:
     return f"taken by opdcheck: learning rate {method.learning_rate:g}, batch {method.batch_size}, {loss}"
 
 
-def _in_full_swing(method: Method, lag: int) -> Method:
-    return method.model_copy(update={"warmup_steps": 0, "schedule": "constant", "steps": lag})
+@dataclass(frozen=True)
+class _Steps:
+    before: int
+    """Until the training is in full swing."""
+    lag: int
+
+    @property
+    def total(self) -> int:
+        return self.before + self.lag
 
 
-def _checkpoint(
-    candidate: Candidate, base: Path, method: Method, verifier: Verifier | None, lag: int, progress: Progress
+def _in_full_swing(method: Method, steps: _Steps) -> Method:
+    return method.model_copy(update={"schedule": "constant", "steps": steps.total})
+
+
+def _checkpoints(
+    candidate: Candidate, base: Path, method: Method, verifier: Verifier | None, steps: _Steps, progress: Progress
 ) -> Path:
+    """Folder that holds both ends of the lag."""
     clean = unperturbed(candidate)
     # Whoever samples these steps, they are steps of the trainer; the engine under test is opened once, afterwards.
     clean = clean.model_copy(
@@ -96,7 +119,7 @@ def _checkpoint(
             "sampling": clean.rollout.sampling.model_dump(),
             "max_completion_length": clean.workload.max_completion_length,
             "seed": clean.workload.seed,
-            "lag": lag,
+            "steps": [steps.before, steps.lag],
             "libraries": [version("torch"), version("transformers")],
             **laboratory.content(),
         }
@@ -104,33 +127,38 @@ def _checkpoint(
     folder = cache_dir() / "ahead" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / "lock"):  # one process at a time makes and removes checkpoints here
-        if not (folder / "config.json").is_file():
-            _take_steps(laboratory, clean, base, lag, folder, progress)
+        if not folder.is_dir():
+            _take_steps(laboratory, clean, base, steps, folder, progress)
         folder.touch()
         _prune(folder.parent)
     return folder
 
 
 def _take_steps(
-    laboratory: Laboratory, clean: Candidate, base: Path, lag: int, folder: Path, progress: Progress
+    laboratory: Laboratory, clean: Candidate, base: Path, steps: _Steps, folder: Path, progress: Progress
 ) -> None:
     from opdcheck.calibration.training import Training
+
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with Training(laboratory.setup, clean, clean.workload.seed) as training:
+        for step in range(steps.total):
+            if step == steps.before:
+                _save(training.student, clean, base, partial / BEHIND)
+            progress.step(f"optimizer step {step + 1} of {steps.total}, to know the lag", first=step == 0)
+            training.step()
+        _save(training.student, clean, base, partial / AHEAD)
+    partial.rename(folder)
+
+
+def _save(student: CausalLM, clean: Candidate, base: Path, folder: Path) -> None:
     from opdcheck.models import quiet_transformers
     from opdcheck.workload import load_tokenizer
 
-    with Training(laboratory.setup, clean, clean.workload.seed) as training:
-        for step in range(lag):
-            progress.step(f"optimizer step {step + 1} of {lag}, to be ahead of the rollout weights", first=step == 0)
-            training.step()
-        model = training.student.model
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.mkdir(parents=True)
     with quiet_transformers():
-        model.save_pretrained(partial)
-    load_tokenizer(clean.student, base).save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+        student.model.save_pretrained(folder)
+    load_tokenizer(clean.student, base).save_pretrained(folder)
 
 
 def _prune(parent: Path) -> None:

@@ -67,10 +67,10 @@ def backtest(
     located = load_calibration(_calibration_path(budget, budget_path, calibration_file))
     held_out = _load_configs(Path(configs), budget_path)
     _check_same_calibration(budget, fit, located)
+    _check_same_subject(held_out, located)
     fresh = _with_other_seeds(located, budget, seeds)
     levels = [Level(one.path.stem, "mixture", one.candidate.rollout) for one in held_out]
     calibrator = Calibrator(fresh, progress, instead_of_ladder=levels, jobs=jobs)
-    _check_same_subject(held_out, located)
     answers = [_ask(one, budget, budget_path, progress) for one in held_out]
     losses = calibrator.losses(calibrator.trainings())
     method = located.value.method

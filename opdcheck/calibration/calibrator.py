@@ -13,7 +13,7 @@ from typing import Any
 from opdcheck import preflight
 from opdcheck.admission import Subject, identify
 from opdcheck.budget import Budget, Floor, Limits
-from opdcheck.calibration.ahead import with_steps_taken
+from opdcheck.calibration.ahead import BURN_IN, with_steps_taken
 from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.calibration.fit import CannotCalibrateError, LevelLosses, calibrate_limits
 from opdcheck.calibration.laboratory import Laboratory
@@ -166,7 +166,7 @@ class Calibrator:
                 **self._shared_content,
                 "mismatch": level.rollout.model_dump(mode="json"),
                 "prompts_measured": self.calibration.mismatch_prompts,
-                "method": self.calibration.method.model_dump() if level.lag else None,
+                "method": [self.calibration.method.model_dump(), BURN_IN] if level.lag else None,
             }
         )
         stored = self.store.load(f"mismatch-{level.slug}", key, LevelMismatch)

@@ -192,7 +192,9 @@ class TestCalibrate:
         assert report.measurement.metrics["tv"].mean > 0
         assert report.measurement.metrics["tv"].mean == pytest.approx(evidence.mismatch["tv"], rel=0.5)
         (part,) = [part for part in report.measurement.provenance if part.part == "staleness"]
-        assert part.detail == "2 optimizer steps behind, taken by opdcheck: learning rate 0.0003, batch 12, beta 0.5"
+        assert part.detail == (
+            "2 optimizer steps behind, taken by opdcheck: learning rate 0.0003, batch 12, beta 0.5, after 10 others"
+        )
 
     def test_a_lag_may_be_longer_than_the_calibrations_trainings(
         self, pair: Path, monkeypatch: pytest.MonkeyPatch
