@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -98,10 +99,12 @@ class TestFailureRecord:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_that_ends_it(tmp_path, name, code):
-    process = start_admit_that(WAITS, "--json", "report.json", cwd=tmp_path)
+    number = getattr(signal, name)
+    reset = functools.partial(signal.signal, number, signal.SIG_DFL)  # the tests themselves may run under nohup
+    process = start_admit_that(WAITS, "--json", "report.json", cwd=tmp_path, preexec_fn=reset)
     assert process.stderr is not None
     assert process.stderr.readline() == "waiting\n"
-    process.send_signal(getattr(signal, name))
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert err == f"ended by {name}: the same command goes on after the last finished round or training\n"
