@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opdcheck.calibration.file import load_calibration
+from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.calibration.ladder import levels
 from opdcheck.config import Candidate, load_candidate
 from opdcheck.yamlfile import load
@@ -52,20 +52,18 @@ def test_held_out_configurations_are_many_and_no_level_of_the_ladder():
     assert sum(len(one) > 1 for one in sources) >= 10  # mixtures
 
 
-@pytest.mark.parametrize(
-    ("trained", "held_out"),
-    [
-        (ADDITION / "train.jsonl", ADDITION / "held_out.jsonl"),
-        (EXAMPLES / "smollm2" / "prompts.jsonl", PRUNED / "held_out.jsonl"),
-    ],
-    ids=["addition", "smollm2-pruned"],
-)
-def test_prompts_to_judge_on_are_not_trained_on(trained, held_out):
-    def texts(file: Path) -> set[str]:
-        return {json.dumps(row.get("prompt", row.get("messages"))) for row in rows(file)}
+@pytest.mark.parametrize("pair", [ADDITION, PRUNED], ids=lambda pair: pair.name)
+def test_prompts_to_judge_on_are_not_trained_on(pair):
+    calibration = load(pair / "calibration.yaml", Calibration)
 
-    assert texts(held_out)
-    assert not texts(trained) & texts(held_out)
+    def texts(file: str, count: int | None) -> set[str]:
+        return {json.dumps(row.get("prompt", row.get("messages"))) for row in rows(pair / file)[:count]}
+
+    trained = texts(calibration.workload.prompts, calibration.workload.num_prompts)
+    held_out = texts(calibration.evaluation.prompts, calibration.evaluation.num_prompts)
+    assert trained
+    assert held_out
+    assert not trained & held_out
 
 
 @pytest.mark.smollm2

@@ -210,7 +210,7 @@ class TestCalibrate:
         configs.mkdir()
         text = CANDIDATE.replace("path: student", "path: ../student").replace("budgets/", "../budgets/")
         (configs / "other.yaml").write_text(text % "model: {path: ../student}")
-        with pytest.raises(ConfigError, match=r"other\.yaml: rollout\.model: a training cannot sample from"):
+        with pytest.raises(ConfigError, match=r"other\.yaml: rollout\.model: no training can sample from"):
             backtest(pair / "budgets" / "pair.yaml", configs, seeds=2)
         changed = pair / "changed.yaml"
         changed.write_text(TEXT.replace("steps: 14", "steps: 15"))
