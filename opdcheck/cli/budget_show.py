@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
-from opdcheck.calibration.records import Backtest
+from opdcheck.calibration.records import Backtest, BacktestRow
 from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
 from opdcheck.report.calibration import backtest_summary, describe_method, facts, finding, level_rows
@@ -94,28 +94,43 @@ class _Backtested:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         page, result = Page.of(options), self.result
-        margin = lost(result.quality, result.margin)
-        yield from page.heading("Backtest", f"margin {margin}, {plural(len(result.seeds), 'seed')}")
-        header: list[str | Text] = [
-            page.text(title, "dim")
-            for title in ("configuration", "limit", "mismatch", "gate", "prompts", "loss", "at most", "")
-        ]
-        rows: list[list[str | Text]] = [
-            [
-                row.name,
-                "none" if row.limit is None else number(row.limit),
-                "" if row.mismatch is None else number(row.mismatch),
-                row.verdict,
-                str(row.prompts),
-                number(row.mean),
-                number(row.upper),
-                page.text("agrees", "green") if row.agrees else page.text("DISAGREES", "bold red"),
-            ]
-            for row in sorted(result.rows, key=lambda row: row.distance)
-        ]
-        yield from page.rows([header, *rows], numeric=(1, 2, 4, 5, 6))
+        about = [f"margin {lost(result.quality, result.margin)}", plural(len(result.seeds), "seed")]
+        rows = [_backtested_cells(row) for row in sorted(result.rows, key=lambda row: row.distance)]
+        limits = {row["limit"] for row in rows}
+        if len(limits) == 1:
+            about.insert(0, f"limit {limits.pop()}")
+        yield from page.heading("Backtest", ", ".join(about))
+        columns = [title for title in _BACKTEST_COLUMNS if title != "limit" or limits]
+        if not page.fits([columns, *([row[title] for title in columns] for row in rows)], range(len(columns))):
+            columns.remove("prompts")
+        header = [page.text(title, "dim") for title in columns]
+        numeric = [at for at, title in enumerate(columns) if title not in ("configuration", "gate", "agree")]
+        yield from page.rows(
+            [header, *([_marked(page, title, row[title]) for title in columns] for row in rows)], numeric=numeric
+        )
         yield ""
         yield from page.paragraph(backtest_summary(result))
+
+
+_BACKTEST_COLUMNS = ("configuration", "limit", "mismatch", "gate", "prompts", "loss", "at most", "agree")
+
+
+def _backtested_cells(row: BacktestRow) -> dict[str, str]:
+    cells = (
+        row.name,
+        "none" if row.limit is None else number(row.limit),
+        "" if row.mismatch is None else number(row.mismatch),
+        row.verdict,
+        str(row.prompts),
+        number(row.mean),
+        number(row.upper),
+        "yes" if row.agrees else "NO",
+    )
+    return dict(zip(_BACKTEST_COLUMNS, cells, strict=True))
+
+
+def _marked(page: Page, title: str, cell: str) -> Text:
+    return page.text(cell, "bold red" if title == "agree" and cell == "NO" else "")
 
 
 def _what_to_do(changed: list[Change]) -> str:

@@ -97,7 +97,7 @@ class Page:
     def _hanging(self, head: Text, tail: Text) -> Iterator[Text]:
         """`head`, then `tail` wrapped beside it; below it, further left, where too little room would remain."""
         room = self.width - cell_len(head.plain)
-        if room < MIN_COLUMN <= cell_len(tail.plain):
+        if room < min(MIN_COLUMN, cell_len(tail.plain)):
             yield _line(head)
             head = Text(" " * INDENT * 2)
             room = self.width - len(head)
