@@ -19,7 +19,7 @@ def backtest(
     store: Annotated[bool, typer.Option("--store", help="Write the result into the budget file.")] = False,
 ) -> None:
     """Compare the gate's verdicts with full trainings, on configurations that the calibration never saw."""
-    from opdcheck.budget import load_budget, write_budget
+    from opdcheck.budget import load_budget
     from opdcheck.calibration.backtest import backtest as run
     from opdcheck.cli import output
     from opdcheck.cli.budget_show import show_backtest
@@ -30,6 +30,6 @@ def backtest(
     with TerminalProgress(log_console()) as progress:
         result = run(budget, configs, seeds=seeds, calibration_file=calibration, jobs=jobs, progress=progress)
     if store:
-        write_budget(budget, load_budget(budget).model_copy(update={"backtest": result}))
-        typer.echo(f"stored in {budget}", err=True)
+        files = output.write_calibrated(load_budget(budget).model_copy(update={"backtest": result}), budget)
+        typer.echo(f"stored in {', '.join(str(file) for file in files)}", err=True)
     show_backtest(result, result_console())

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opdcheck.budget import Budget, Change, Environment, comparisons, limit_list
-from opdcheck.calibration.records import Backtest, BacktestRow
+from opdcheck.calibration.records import Backtest
 from opdcheck.errors import ExitCode
 from opdcheck.fingerprint import ModelFingerprint, shorten
-from opdcheck.report.calibration import backtest_summary, describe_method, facts, finding, level_rows
+from opdcheck.report import backtest as backtested
+from opdcheck.report.calibration import describe_method, facts, finding, level_rows
 from opdcheck.report.layout import Page
 from opdcheck.units import LOST, lost, number, plural, quantity
 
@@ -95,38 +96,21 @@ class _Backtested:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         page, result = Page.of(options), self.result
         about = [f"margin {lost(result.quality, result.margin)}", plural(len(result.seeds), "seed")]
-        rows = [_backtested_cells(row) for row in sorted(result.rows, key=lambda row: row.distance)]
+        rows = backtested.rows(result)
         limits = {row["limit"] for row in rows}
         if len(limits) == 1:
             about.insert(0, f"limit {limits.pop()}")
         yield from page.heading("Backtest", ", ".join(about))
-        columns = [title for title in _BACKTEST_COLUMNS if title != "limit" or limits]
+        columns = [title for title in backtested.COLUMNS if title != "limit" or limits]
         if not page.fits([columns, *([row[title] for title in columns] for row in rows)], range(len(columns))):
             columns.remove("prompts")
         header = [page.text(title, "dim") for title in columns]
-        numeric = [at for at, title in enumerate(columns) if title not in ("configuration", "gate", "agree")]
+        numeric = [at for at, title in enumerate(columns) if title in backtested.NUMERIC]
         yield from page.rows(
             [header, *([_marked(page, title, row[title]) for title in columns] for row in rows)], numeric=numeric
         )
         yield ""
-        yield from page.paragraph(backtest_summary(result))
-
-
-_BACKTEST_COLUMNS = ("configuration", "limit", "mismatch", "gate", "prompts", "loss", "at most", "agree")
-
-
-def _backtested_cells(row: BacktestRow) -> dict[str, str]:
-    cells = (
-        row.name,
-        "none" if row.limit is None else number(row.limit),
-        "" if row.mismatch is None else number(row.mismatch),
-        row.verdict,
-        str(row.prompts),
-        number(row.mean),
-        number(row.upper),
-        "yes" if row.agrees else "NO",
-    )
-    return dict(zip(_BACKTEST_COLUMNS, cells, strict=True))
+        yield from page.paragraph(backtested.summary(result))
 
 
 def _marked(page: Page, title: str, cell: str) -> Text:
@@ -172,7 +156,7 @@ def _calibration(page: Page, budget: Budget) -> Iterator[str | Text]:
     yield ""
     yield from page.rows(facts(budget))
     if budget.backtest is not None:
-        yield from page.paragraph(backtest_summary(budget.backtest))
+        yield from page.paragraph(backtested.summary(budget.backtest))
 
 
 def _floor(page: Page, budget: Budget) -> Iterator[str | Text]:

@@ -122,7 +122,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def write_calibrated(budget: Budget, out: Path) -> list[Path]:
-    """Writes a calibrated budget, and its picture and report beside it, each atomically.
+    """Writes a calibrated budget, and beside it its picture, its report and its backtest's picture, each atomically.
 
     Returns:
         The files, the budget first.
@@ -133,16 +133,21 @@ def write_calibrated(budget: Budget, out: Path) -> list[Path]:
     from opdcheck.budget import write_budget
     from opdcheck.errors import OpdcheckError
     from opdcheck.report.calibration import render_html
-    from opdcheck.report.curve import draw
+    from opdcheck.report.curve import draw, draw_backtest
 
-    picture, page = out.with_suffix(".png"), out.with_suffix(".html")
+    files: dict[Path, str | bytes] = {
+        out.with_suffix(".png"): draw(budget),
+        out.with_suffix(".html"): render_html(budget),
+    }
+    if budget.backtest is not None:
+        files[out.with_suffix(".backtest.png")] = draw_backtest(budget.backtest)
     try:
         write_budget(out, budget)
-        write_atomically(picture, draw(budget))
-        write_atomically(page, render_html(budget))
+        for file, content in files.items():
+            write_atomically(file, content)
     except OSError as error:
         raise OpdcheckError(
             f"the trainings are done, but the budget could not be written: {error}",
             hint="Finished trainings are kept: make room, and run the same command again.",
         ) from error
-    return [out, picture, page]
+    return [out, *files]

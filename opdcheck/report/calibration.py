@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from opdcheck.budget import Budget
 from opdcheck.calibration.records import Backtest, BudgetMethod, Fit, Fitted
-from opdcheck.report.curve import draw, losses
+from opdcheck.report import backtest as backtested
+from opdcheck.report.curve import draw, draw_backtest, losses
 from opdcheck.units import LOST, lost, number, percent, plural, quantity
-
-NEAR = 0.25
-"""A configuration within this share of the limit may go either way."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +123,6 @@ def describe_method(method: BudgetMethod) -> str:
     )
 
 
-def backtest_summary(backtest: Backtest) -> str:
-    """How often the gate agreed with full trainings, as sentences."""
-    rows = backtest.rows
-    agree = sum(row.agrees for row in rows)
-    far = [row for row in rows if abs(row.distance) > NEAR]
-    false_admits = [row for row in rows if row.verdict == "admit" and not row.passed]
-    false_rejects = [row for row in rows if row.verdict != "admit" and row.passed]
-    by_mean = sum(row.verdict == "admit" and row.mean > backtest.margin for row in rows)
-    return (
-        f"Backtest: {agree} of {plural(len(rows), 'held-out configuration')} agree ({percent(agree / len(rows))}); "
-        f"{sum(row.agrees for row in far)} of {len(far)} further than {percent(NEAR)} from their limit. False admits "
-        f"{len(false_admits)} (by the mean loss alone {by_mean}; above {number(1 + NEAR)} times the limit "
-        f"{sum(row.distance > NEAR for row in false_admits)}), false rejects {len(false_rejects)}. The "
-        f"gate used {percent(backtest.gate_share)} of the trainings' rollouts."
-    )
-
-
 def render_html(budget: Budget) -> str:
     """A page of its own: picture, table, facts; no scripts, nothing loaded from elsewhere.
 
@@ -151,7 +133,6 @@ def render_html(budget: Budget) -> str:
 
     fit = _fit(budget)
     rows = level_rows(budget)
-    svg = draw(budget, format="svg").decode()
     seeds = len(budget.evidence[0].seeds)
     template = Environment(loader=PackageLoader("opdcheck.report"), autoescape=True).get_template("calibration.html")
     return template.render(
@@ -160,13 +141,30 @@ def render_html(budget: Budget) -> str:
         seeds=seeds,
         finding=finding(budget),
         loss=LOST[fit.quality],
-        picture=svg[svg.index("<svg") :],
+        picture=_inline(draw(budget, format="svg")),
         rows=rows,
         accuracies=any(row.accuracy for row in rows),
         confidence=number(100 * (1 - fit.alpha)),
         facts=list(facts(budget)),
         made_for=list(_made_for(budget)),
+        backtest=budget.backtest and _backtested(budget.backtest),
     )
+
+
+def _backtested(backtest: Backtest) -> dict[str, Any]:
+    return {
+        "summary": backtested.summary(backtest),
+        "picture": _inline(draw_backtest(backtest, format="svg")),
+        "columns": backtested.COLUMNS,
+        "numeric": backtested.NUMERIC,
+        "rows": backtested.rows(backtest),
+    }
+
+
+def _inline(svg: bytes) -> str:
+    """Without the XML declaration, which has no place inside a page."""
+    text = svg.decode()
+    return text[text.index("<svg") :]
 
 
 def _made_for(budget: Budget) -> Iterator[tuple[str, str]]:
@@ -185,4 +183,4 @@ def _fit(budget: Budget) -> Fitted:
     return budget.fit
 
 
-__all__ = ["NEAR", "LevelRow", "backtest_summary", "describe_method", "facts", "finding", "level_rows", "render_html"]
+__all__ = ["LevelRow", "describe_method", "facts", "finding", "level_rows", "render_html"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from opdcheck.budget import Budget
 from opdcheck.calibration.file import QualityName
-from opdcheck.calibration.records import Evidence, Fit, Fitted
+from opdcheck.calibration.records import Backtest, Evidence, Fit, Fitted
 from opdcheck.units import LOST, number
 
 SIZE_INCHES = (8.0, 4.8)
@@ -22,6 +22,7 @@ COLOURS = {
     "quantization": "#d62728",
     "kv_cache": "#9467bd",
 }
+VERDICTS = {"admit": ("#2ca02c", "o"), "inconclusive": ("#7f7f7f", "D"), "reject": ("#d62728", "s")}
 
 
 def draw(budget: Budget, *, format: str = "png") -> bytes:
@@ -56,6 +57,37 @@ def draw_side_by_side(budgets: Sequence[Budget], *, format: str = "png") -> byte
         for panel, budget, fit in zip(panels, budgets, fits, strict=True):
             _panel(panel, budget, fit, unit=fit.gain)
         panels[0].set_ylabel("quality lost, as a share of the unperturbed run's gain")
+    return image.getvalue()
+
+
+def draw_backtest(backtest: Backtest, *, format: str = "png") -> bytes:
+    """Held-out configurations: loss of full trainings against mismatch over limit, coloured by the gate's verdict.
+
+    A bar reaches from the mean to the bound that has to be within the margin. Configurations that the budget has no
+    limit for were not measured and are left out.
+    """
+    with _figure(1, format) as (panels, image):
+        axes = panels[0]
+        axes.axhspan(0, backtest.margin, color="#e6a000", alpha=0.08, linewidth=0)
+        axes.axhline(0, color="#999999", linewidth=0.6)
+        margin = f"margin {number(backtest.margin)}"
+        axes.axhline(backtest.margin, color="#e6a000", linewidth=1, linestyle="--", label=margin)
+        axes.axvline(1, color="#333333", linewidth=1.3, linestyle=":", label="limit")
+        for verdict, (colour, marker) in VERDICTS.items():
+            rows = [row for row in backtest.rows if row.verdict == verdict and None not in (row.limit, row.mismatch)]
+            if rows:
+                xs, means = [1 + row.distance for row in rows], [row.mean for row in rows]
+                bounds = [[0.0] * len(rows), [row.upper - row.mean for row in rows]]
+                axes.errorbar(xs, means, bounds, fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.6)
+                label = f"{verdict} ({len(rows)})"
+                axes.scatter(xs, means, s=30, marker=marker, color=colour, label=label, zorder=3)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("mismatch over limit, as the gate measured it")
+        axes.set_ylabel(LOST[backtest.quality])
+        title = f"Backtest: held-out configurations, mean of {len(backtest.seeds)} seeds and its upper bound"
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(frameon=False, loc="upper left", title="the gate's verdict", alignment="left")
+        axes.spines[["top", "right"]].set_visible(False)
     return image.getvalue()
 
 
@@ -153,4 +185,4 @@ def _title(budget: Budget) -> str:
     return f"{budget.name}{method}: small dots are seeds ({seeds}), large ones their means"
 
 
-__all__ = ["draw", "draw_side_by_side", "losses"]
+__all__ = ["draw", "draw_backtest", "draw_side_by_side", "losses"]

@@ -25,7 +25,8 @@ from opdcheck.errors import ConfigError, EngineError
 from opdcheck.models import load_causal_lm
 from opdcheck.perturb.noise import add_weight_noise
 from opdcheck.progress import Silent
-from opdcheck.report.calibration import backtest_summary, finding
+from opdcheck.report.backtest import summary
+from opdcheck.report.calibration import finding
 
 TEXT = f"""
 student: {{path: student, dtype: float32, device: cpu}}
@@ -229,7 +230,7 @@ class TestCalibrate:
         assert verdicts == {"mild": "admit", "wild": "reject"}
         assert result.seeds == [3, 4]
         assert not {row.name: row.passed for row in result.rows}["wild"]
-        assert "held-out configurations agree" in backtest_summary(result)
+        assert "held-out configurations agree" in summary(result)
         # 14 steps of 12 completions, 2 seeds, 2 configurations
         asked = sum(row.prompts for row in result.rows)
         assert result.gate_share == pytest.approx(asked / (14 * 12 * 2 * 2))
