@@ -77,7 +77,7 @@ class Method(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear"] = "constant"
-    """After the warm-up: constant, or falling to 0 at the last step."""
+    """After the warm-up: constant, or falling in a line that would reach 0 one step after the last."""
     max_grad_norm: Positive = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 

@@ -1,5 +1,5 @@
 # ruff: noqa: F722  (jaxtyping's shape strings)
-"""Is training at a mismatch level no worse than without, by more than a margin? Paired by seed; pure NumPy."""
+"""Is training at a mismatch level no worse than without, by more than a margin? Paired by seed; NumPy and SciPy."""
 
 from __future__ import annotations
 
