@@ -10,8 +10,8 @@ from typing import Any
 from opdcheck.budget import Budget, Environment, Floor, Limits
 from opdcheck.calibration.calibrator import limits_of
 from opdcheck.calibration.fit import LevelLosses, calibrate_limits
-from opdcheck.calibration.records import BudgetMethod, Evidence, Fitted
-from opdcheck.config import Candidate
+from opdcheck.calibration.records import Backtest, BacktestRow, BudgetMethod, Evidence, Fitted
+from opdcheck.config import Candidate, Rollout
 from opdcheck.fingerprint import ModelFingerprint
 from opdcheck.measurement import Measurement, MetricSummary, Part, PositionBin, SourceShare
 from opdcheck.report.curve import losses
@@ -281,3 +281,25 @@ def _evidence(level: str, source: str, tv: float, loss: float, seeds: list[int])
         accuracy=None,
         k3_in_training=[tv**2] * len(seeds),
     )
+
+
+def held_out_row(name: str, *, limit: float | None, verdict: str, passed: bool) -> BacktestRow:
+    return BacktestRow.model_validate(
+        {
+            "name": name,
+            "rollout": Rollout(engine="transformers").model_dump(),
+            "limit": limit,
+            "mismatch": 0.0502,
+            "verdict": verdict,
+            "prompts": 144,
+            "losses": [0.01, 0.02, 0.03],
+            "mean": 0.00676,
+            "upper": 0.0110,
+            "passed": passed,
+        }
+    )
+
+
+def backtested(rows: list[BacktestRow]) -> Backtest:
+    """A backtest of these rows."""
+    return Backtest(margin=0.02, alpha=0.05, quality="final", seeds=[5, 6, 7], gate_share=0.006, rows=rows)

@@ -7,40 +7,22 @@ import io
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from samples import backtested, held_out_row
 
-from opdcheck.calibration.records import Backtest, BacktestRow
+from opdcheck.calibration.records import BacktestRow
 from opdcheck.cli.budget_show import show_backtest
-from opdcheck.config import Rollout
-
-
-def row(name: str, *, limit: float | None, verdict: str, passed: bool) -> BacktestRow:
-    return BacktestRow.model_validate(
-        {
-            "name": name,
-            "rollout": Rollout(engine="transformers").model_dump(),
-            "limit": limit,
-            "mismatch": 0.0502,
-            "verdict": verdict,
-            "prompts": 144,
-            "losses": [0.01, 0.02, 0.03],
-            "mean": 0.00676,
-            "upper": 0.0110,
-            "passed": passed,
-        }
-    )
 
 
 def printed(rows: list[BacktestRow], width: int) -> list[str]:
-    result = Backtest(margin=0.02, alpha=0.05, quality="final", seeds=[5, 6, 7], gate_share=0.006, rows=rows)
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show_backtest(result, console)
+    show_backtest(backtested(rows), console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 LONG = "kv-fp8-per-token-head"
 ROWS = [
-    row(LONG, limit=0.05, verdict="admit", passed=True),
-    row("logits-0.6-noise-0.1", limit=0.05, verdict="inconclusive", passed=True),
+    held_out_row(LONG, limit=0.05, verdict="admit", passed=True),
+    held_out_row("logits-0.6-noise-0.1", limit=0.05, verdict="inconclusive", passed=True),
 ]
 
 
@@ -55,7 +37,7 @@ def test_every_configuration_is_one_line(width: int) -> None:
 
 
 def test_limits_have_a_column_where_they_differ() -> None:
-    lines = printed([ROWS[0], row("noise-0.1", limit=None, verdict="reject", passed=False)], 100)
+    lines = printed([ROWS[0], held_out_row("noise-0.1", limit=None, verdict="reject", passed=False)], 100)
     assert "limit" in lines[1].split()
     assert {line.split()[1] for line in lines[2:4]} == {"0.05", "none"}
 

@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from samples import budget, trained
+from samples import backtested, budget, held_out_row, trained
 
 from opdcheck.cli.budget import curve
 from opdcheck.errors import ConfigError
-from opdcheck.report.curve import draw, draw_side_by_side, losses
+from opdcheck.report.curve import draw, draw_backtest, draw_side_by_side, losses
 from opdcheck.yamlfile import dump
 
 
@@ -47,6 +47,19 @@ def test_side_by_side_is_in_shares_of_the_gain() -> None:
     said = text_of(draw_side_by_side([trained(), trained(sources_differ=True)], format="svg"))
     assert "share of the unperturbed run's gain" in said
     assert "margin 0.09" in said  # a tenth of the gain's lower bound, over the gain
+
+
+def test_a_backtest_has_a_legend_entry_for_each_verdict_that_occurred() -> None:
+    rows = [
+        held_out_row("mild", limit=0.06, verdict="admit", passed=True),
+        held_out_row("near", limit=0.06, verdict="admit", passed=True),
+        held_out_row("no limit", limit=None, verdict="reject", passed=False),
+    ]
+    said = text_of(draw_backtest(backtested(rows), format="svg"))
+    assert "admit (2)" in said
+    assert "inconclusive" not in said
+    assert "reject" not in said  # nothing was measured for it, so it has no place on the axis
+    assert "margin 0.02" in said
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
