@@ -91,7 +91,8 @@ def test_bounds_match_reference(pair, k):
         if min(side[-1] for side in reference.coarsen(*pair, own)) > 1e-3 or len(own) == len(pair[0]):
             # Else the allowance for rounding of the rest's mass shows; the bound is then lower, see the next assertion.
             assert mismatch.kl_lower[row] == pytest.approx(reference.kl_lower(*pair, own), rel=1e-6, abs=1e-5)
-        assert mismatch.kl_lower[row] <= reference.kl_lower(*pair, own) + 1e-12
+        # The rest's masses are 1 minus a sum: off by 2e-16, which a logarithm at `ROUNDING` makes 2e-10.
+        assert mismatch.kl_lower[row] <= reference.kl_lower(*pair, own) + 1e-9
 
 
 @given(pair=supported_pairs, k=ks)
