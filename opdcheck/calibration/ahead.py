@@ -65,7 +65,7 @@ def with_steps_taken(
     staleness = candidate.rollout.staleness
     if staleness is None or staleness.lag is None or candidate.teacher is None:
         raise ValueError("a lag and a teacher are needed")
-    steps = _Steps(method.warmup_steps + BURN_IN, staleness.lag)
+    steps = _steps(method, staleness.lag)
     folder = _checkpoints(candidate, base, _in_full_swing(method, steps), verifier, steps, progress)
     settings = f"{steps_taken(method)}, after {steps.before} others"
     behind = StepsTaken(checkpoint=str(folder / BEHIND), lag=staleness.lag, settings=settings)
@@ -92,6 +92,15 @@ class _Steps:
     @property
     def total(self) -> int:
         return self.before + self.lag
+
+
+def _steps(method: Method, lag: int) -> _Steps:
+    return _Steps(method.warmup_steps + BURN_IN, lag)
+
+
+def rollouts_to_know(method: Method, lag: int) -> int:
+    """How many rollouts it takes to know a lag: a batch for each step until it has passed; none without a lag."""
+    return _steps(method, lag).total * method.batch_size if lag else 0
 
 
 def _in_full_swing(method: Method, steps: _Steps) -> Method:

@@ -14,6 +14,7 @@ import numpy as np
 
 from opdcheck.admission import admit
 from opdcheck.budget import Budget, load_budget
+from opdcheck.calibration.ahead import rollouts_to_know
 from opdcheck.calibration.calibrator import Calibrator
 from opdcheck.calibration.file import Calibration, load_calibration
 from opdcheck.calibration.ladder import Level
@@ -76,7 +77,7 @@ def backtest(
     method = located.value.method
     rows = [_row(one, answer, losses[one.path.stem], fit) for one, answer in zip(held_out, answers, strict=True)]
     asked = sum(answer.completions for answer in answers)
-    stepped = sum(level.lag * method.batch_size for level in levels)
+    stepped = sum(rollouts_to_know(method, level.lag) for level in levels)
     return Backtest(
         margin=fit.total.margin,
         alpha=fit.alpha,

@@ -225,15 +225,16 @@ class TestCalibrate:
         text = CANDIDATE.replace("path: student", "path: ../student").replace("budgets/", "../budgets/")
         (configs / "mild.yaml").write_text(text % "noise: {weights: 0.003, seed: 3}")
         (configs / "wild.yaml").write_text(text % "noise: {weights: 1.5, seed: 3}")
+        (configs / "stale.yaml").write_text(text % "staleness: {lag: 2}")
         result = backtest(budget_file, configs, seeds=2)
         verdicts = {row.name: row.verdict for row in result.rows}
-        assert verdicts == {"mild": "admit", "wild": "reject"}
+        assert (verdicts["mild"], verdicts["wild"]) == ("admit", "reject")
         assert result.seeds == [3, 4]
         assert not {row.name: row.passed for row in result.rows}["wild"]
         assert "held-out configurations agree" in summary(result)
-        # 14 steps of 12 completions, 2 seeds, 2 configurations
-        asked = sum(row.prompts for row in result.rows)
-        assert result.gate_share == pytest.approx(asked / (14 * 12 * 2 * 2))
+        # 14 steps of 12 completions, 2 seeds, 3 configurations; 10 steps until a training is on its way, then the lag
+        asked = sum(row.prompts for row in result.rows) + (10 + 2) * 12
+        assert result.gate_share == pytest.approx(asked / (14 * 12 * 2 * 3))
 
 
 def test_a_full_disk_keeps_what_is_finished(calibration_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
