@@ -70,9 +70,7 @@ def calibrate_limits(
         ).p_value
         if p_value < alpha:
             grouped = {source: [level for level in ordered if level.source == source] for source in sources}
-            by_source = {
-                source: fit_levels(group, margin, alpha) for source, group in grouped.items() if len(group) > 1
-            }
+            by_source = {source: fit_levels(group, margin, alpha) for source, group in grouped.items()}
     if total.limit is None and all(fit.limit is None for fit in by_source.values()):
         raise _cannot_certify(total, len(gains), quality)
     return CalibrationFit(

@@ -88,6 +88,17 @@ def test_a_source_whose_lowest_level_fails_has_no_limit() -> None:
     assert limits_of(fit, "tv").total_by_source["quantization"] is None
 
 
+@pytest.mark.parametrize(("lost", "limit"), [(0.5, None), (0.0, 0.03)])
+def test_a_source_of_one_level_gets_no_limit_from_another(lost: float, limit: float | None) -> None:
+    """Where the sources disagree, nothing is known of the one that failed, or beyond the one level that passed."""
+    losses = [lost + 0.001 * seed for seed in range(5)]
+    alone = LevelLosses(name="kv cache fp8", source="quantization", mismatch=0.03, losses=losses)
+    fit = limits([*made(0.05, 2.0), *made(0.1, 2.0, source="staleness", seed=1), alone])
+    assert fit.agreement_p < 0.05
+    assert fit.by_source["quantization"].limit == limit
+    assert limits_of(fit, "tv").total_by_source["quantization"] == (None if limit is None else {"tv": limit})
+
+
 def test_sources_that_agree_share_one() -> None:
     fit = limits([*made(0.05, 2.0), *made(0.05, 2.0, source="staleness", seed=1)])
     assert fit.agreement_p > 0.05
