@@ -93,7 +93,7 @@ class Evidence(Model):
     accuracy: list[float] | None
     """The verifier's, after the last step."""
     k3_in_training: list[float]
-    """Mean k3 of the rollouts that were trained on, nats/token."""
+    """Mean k3 of the student's own rollouts that were trained on, nats/token."""
 
     def reached(self, quality: QualityName) -> list[float]:
         """What was compared, per seed; lower is better: held-out KL, or the share of wrong answers.

@@ -37,7 +37,9 @@ class StepStats:
     grad_norm: float
     tokens: int
     k3: float
-    """Mismatch of the rollouts that were trained on, by the sampled tokens: mean of r - 1 - log r."""
+    """Mismatch of the student's rollouts among them, by the sampled tokens: mean of r - 1 - log r; 0 without any."""
+    k3_tokens: int
+    """How many tokens that mean is over: those of the teacher's own completions (`lmbda`) say nothing of mismatch."""
 
 
 class Trainer:
@@ -70,37 +72,47 @@ class Trainer:
         self._batch_tokens = batch_tokens
         self._optimizer = MasterAdamW(student.model, method)
 
-    def step(self, rollouts: Sequence[Rollout], advantages: Sequence[float] | None = None) -> StepStats:
+    def step(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float] | None = None,
+        *,
+        of_student: Sequence[bool] | None = None,
+    ) -> StepStats:
         """Trains on rollouts: the loss is the mean over all their tokens.
 
         Args:
             advantages: per rollout, for method `rl`.
+            of_student: per rollout, whether the student's rollout side sampled it, not the teacher; default all.
 
         Raises:
             EngineError: out of memory.
         """
         loss, k3 = 0.0, 0.0
         tokens = sum(map(len, rollouts))
+        counted = [True] * len(rollouts) if of_student is None else list(of_student)
+        k3_tokens = sum(len(rollout) for rollout, counts in zip(rollouts, counted, strict=True) if counts)
         lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
         with memory_explained("training"):
             for batch in length_batches(lengths, self._batch_tokens):
                 chosen = [rollouts[index] for index in batch]
                 weights = None if advantages is None else [advantages[index] for index in batch]
-                batch_loss, batch_k3 = self._backward(chosen, weights, tokens)
+                batch_loss, batch_k3 = self._backward(chosen, weights, [counted[index] for index in batch], tokens)
                 loss, k3 = loss + batch_loss, k3 + batch_k3
             norm = self._optimizer.step()
-        return StepStats(loss=loss, grad_norm=norm, tokens=tokens, k3=k3 / tokens)
+        return StepStats(loss=loss, grad_norm=norm, tokens=tokens, k3=k3 / max(1, k3_tokens), k3_tokens=k3_tokens)
 
     def _backward(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float] | None, all_tokens: int
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float] | None, counted: Sequence[bool], all_tokens: int
     ) -> tuple[float, float]:
-        """Adds one batch's gradients. Returns its share of the loss, and the sum of k3 over its tokens."""
+        """Adds one batch's gradients. Returns its share of the loss, and the sum of k3 over its counted tokens."""
         with torch.enable_grad():
             hidden = _completion_hidden(self.student.decode, rollouts)
         teacher_hidden = None if self.teacher is None else _completion_hidden(self.teacher.final_hidden, rollouts)
         sampled = torch.cat([torch.from_numpy(rollout.token_ids) for rollout in rollouts]).to(hidden.device)
         logq = torch.cat([torch.from_numpy(rollout.logq) for rollout in rollouts])
         by_token = None if advantages is None else _spread(advantages, rollouts).to(hidden.device)
+        counts = _spread(counted, rollouts).double()
         leaf = hidden.detach().requires_grad_(True)
         total, k3 = 0.0, 0.0
         for rows in _row_ranges(len(leaf), self._chunk_rows):
@@ -118,7 +130,7 @@ class Trainer:
             share.backward()
             total += share.item()
             log_r = of_sampled.detach().double().cpu() - logq[rows]
-            k3 += float((torch.expm1(log_r) - log_r).sum())
+            k3 += float((counts[rows] * (torch.expm1(log_r) - log_r)).sum())
         hidden.backward(leaf.grad)
         return total, k3
 
@@ -152,10 +164,10 @@ def _completion_hidden(decode: Callable[[Tensor, Tensor], Tensor], rollouts: Seq
     return torch.cat(completion_rows(decode(*teacher_forced(rollouts)), rollouts))
 
 
-def _spread(advantages: Sequence[float], rollouts: Sequence[Rollout]) -> Tensor:
-    """Each rollout's advantage at each of its tokens."""
+def _spread(values: Sequence[float], rollouts: Sequence[Rollout]) -> Tensor:
+    """Each rollout's value at each of its tokens."""
     return torch.cat(
-        [torch.full((len(rollout),), float(value)) for value, rollout in zip(advantages, rollouts, strict=True)]
+        [torch.full((len(rollout),), float(value)) for value, rollout in zip(values, rollouts, strict=True)]
     )
 
 

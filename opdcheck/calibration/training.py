@@ -30,7 +30,7 @@ class Outcome(Model):
     evaluations: list[Quality]
     """Before the first step, every `evaluation.every` steps, and after the last."""
     k3_in_training: float
-    """Mean mismatch (k3, nats/token) of the rollouts that were trained on, by the sampled tokens."""
+    """Mean mismatch (k3, nats/token) of the student's rollouts, by the sampled tokens; 0 where it sampled none."""
     rollouts: int
     """Completions that were sampled for training."""
     seconds: float
@@ -108,10 +108,10 @@ def train(setup: Setup, candidate: Candidate, seed: int, *, on_step: Callable[[i
             if on_step is not None:
                 on_step(done)
         stats = training.stats
-    tokens = sum(one.tokens for one in stats)
+    tokens = sum(one.k3_tokens for one in stats)
     return Outcome(
         evaluations=evaluations,
-        k3_in_training=math.fsum(one.k3 * one.tokens for one in stats) / tokens,
+        k3_in_training=math.fsum(one.k3 * one.k3_tokens for one in stats) / max(1, tokens),
         rollouts=setup.method.batch_size * steps,
         seconds=time.monotonic() - started,
     )
@@ -158,10 +158,21 @@ class Training:
             EngineError: the loss or the gradients are not finite, or memory ran out.
         """
         self._side.push(self.student)
-        rollouts, advantages = self._sampler.batch(len(self.stats))
-        stats = self._trainer.step(rollouts, advantages)
+        batch = self._sampler.batch(len(self.stats))
+        stats = self._trainer.step(batch.rollouts, batch.advantages, of_student=batch.of_student)
         _check_finite(stats, len(self.stats))
         self.stats.append(stats)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on."""
+
+    rollouts: list[Rollout]
+    of_student: list[bool]
+    """Of each, whether the student's rollout side sampled it; the others are the teacher's."""
+    advantages: list[float] | None = None
+    """Of each, where the method is `rl`."""
 
 
 class Sampler:
@@ -182,17 +193,17 @@ class Sampler:
             eos_token_ids=setup.eos_token_ids,
         )
 
-    def batch(self, step: int) -> tuple[list[Rollout], list[float] | None]:
-        """The rollouts of a step, and their advantages where the method is `rl`."""
+    def batch(self, step: int) -> Batch:
+        """The completions of a step."""
         requests = self._requests(step)
         if self._setup.method.kind == "rl":
             rollouts = self._side.generate(requests)
-            return rollouts, self._advantages(rollouts)
+            return Batch(rollouts, [True] * len(rollouts), self._advantages(rollouts))
         size = self._setup.method.batch_size
         on_policy = self._on_policy[step * size : (step + 1) * size]
         rollouts = self._side.generate([request for request, on in zip(requests, on_policy, strict=True) if on])
         of_teacher = [request for request, on in zip(requests, on_policy, strict=True) if not on]
-        return [*rollouts, *self._teacher_engine.generate(of_teacher)], None
+        return Batch([*rollouts, *self._teacher_engine.generate(of_teacher)], sorted(on_policy.tolist(), reverse=True))
 
     def _requests(self, step: int) -> list[RolloutRequest]:
         count = self._setup.method.batch_size // self._samples

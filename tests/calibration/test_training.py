@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,18 @@ def test_the_rollouts_of_the_unperturbed_side_match_the_trainer(calibrator: Cali
     assert training.stats[0].loss > 0
 
 
+def test_the_teachers_completions_say_nothing_of_mismatch(calibrator: Calibrator) -> None:
+    """Teacher and student differ; that is what is trained away, not mismatch of the student's rollouts."""
+    method = calibrator.laboratory.setup.method.model_copy(update={"lmbda": 0.5})
+    setup = dataclasses.replace(calibrator.laboratory.setup, method=method)
+    with Training(setup, candidate(calibrator), seed=0) as training:
+        for _ in range(3):
+            training.step()
+    own, all_tokens = (sum(getattr(stats, name) for stats in training.stats) for name in ("k3_tokens", "tokens"))
+    assert 0 < own < all_tokens
+    assert all(0 <= stats.k3 < 1e-6 for stats in training.stats)
+
+
 def test_a_lag_leaves_the_rollout_weights_behind(calibrator: Calibrator) -> None:
     stale = candidate(calibrator, staleness=Staleness(lag=2))
     with Training(calibrator.laboratory.setup, stale, seed=0) as training:
@@ -87,7 +100,7 @@ def test_gradients_do_not_depend_on_chunks_and_batches(calibrator: Calibrator) -
     setup = calibrator.laboratory.setup
     with Training(setup, candidate(calibrator), seed=0) as training:
         training._side.push(training.student)
-        rollouts, _ = training._sampler.batch(0)
+        rollouts = training._sampler.batch(0).rollouts
     whole, pieces = (gradients_of(setup, rollouts, **sizes) for sizes in ({}, {"chunk_bytes": 1, "batch_tokens": 1}))
     for name, gradient in whole.items():
         torch.testing.assert_close(gradient, pieces[name], rtol=1e-3, atol=1e-6)
@@ -98,7 +111,7 @@ def test_the_step_is_the_gradient_of_the_mean_divergence(calibrator: Calibrator)
     setup = calibrator.laboratory.setup
     with Training(setup, candidate(calibrator), seed=0) as training:
         training._side.push(training.student)
-        rollouts, _ = training._sampler.batch(0)
+        rollouts = training._sampler.batch(0).rollouts
     gradients = gradients_of(setup, rollouts)
     plain = setup.new_student().model.requires_grad_(True)
     total, tokens = torch.zeros(()), 0
