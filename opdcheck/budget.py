@@ -164,6 +164,9 @@ class Budget(Model):
         for where, metric, limit in limit_list(self.limits):
             if metric == "tv" and limit >= 1:
                 found.append((f"limits.{where}", f"total variation is at most 1, so {number(limit)} limits nothing"))
+            if where.startswith("per_source.") and metric == "abs_dlogp":
+                message = "abs_dlogp of one source alone is not measured; limit its tv, kl or k3"
+                found.append((f"limits.{where}", message))
             if limit < null.get(metric, 0):
                 message = (
                     f"{quantity(metric, limit)} is below what the trainer differs from itself with another batch "

@@ -305,7 +305,8 @@ class Rollout(Section):
         present: dict[Source, bool] = {
             "quantization": self.quantization is not None
             or self.kv_cache_dtype not in ("auto", self.dtype)
-            or self.model is not None,
+            or self.model is not None
+            or any(self.engine_args.get(name) for name in ("quantization", "quantization_config")),
             "noise": self.noise is not None and (self.noise.weights > 0 or self.noise.logits > 0),
             "staleness": self.staleness is not None,
         }

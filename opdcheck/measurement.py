@@ -46,7 +46,7 @@ class SourceShare(Model):
     tv: float
     kl: float
     prompt_values: list[float]
-    """Of the decision metric, per prompt, for the per-source limit."""
+    """Of the decision metric (kl for k3, none for abs_dlogp), per prompt, for the per-source limit."""
     detail: str
 
 

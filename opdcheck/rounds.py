@@ -23,7 +23,7 @@ from opdcheck.measurement import Part
 from opdcheck.mismatch.tokens import TokenMismatch
 from opdcheck.rollouts import Prompt, Rollout
 
-FORMAT = 3
+FORMAT = 4
 """Part of every key. Raise it when the meaning of a stored number changes."""
 
 MAX_CACHE_BYTES = 2 * 2**30

@@ -14,6 +14,10 @@ from opdcheck.rollouts import Rollout
 from opdcheck.rounds import Round
 from opdcheck.scoring import Scorer
 
+_EXACT = {"tv": "tv", "kl": "kl", "k3": "kl"}
+"""Metric of a limit on one source -> the sum over the vocabulary that is its mean. The rollouts' tokens were drawn by
+the whole candidate, so a sampled estimate on them would be of something else than the part alone."""
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,7 +45,8 @@ def split(
         rollouts: completions of the whole candidate; they choose the prefixes, their `logq` is not used.
         scorer: of the trainer.
         hidden_p: the trainer's final hidden states on `rollouts`, [tokens, hidden] each.
-        metric: decision metric, for `prompt_values`.
+        metric: decision metric, for `prompt_values`. They are means under the part's own distribution, summed over the
+            vocabulary: KL(part || trainer) is that of k3. `abs_dlogp` has no such sum here, and then there are none.
         calibration_ids: token ids that static activation and KV scales are set from.
         progress: told what is being measured.
 
@@ -122,7 +127,7 @@ def _share(
         how="simulated",
         tv=summary.metrics["tv"].mean,
         kl=summary.metrics["kl"].mean,
-        prompt_values=summary.prompt_values[metric],
+        prompt_values=summary.prompt_values[_EXACT[metric]] if metric in _EXACT else [],
         detail="; ".join(details),
     )
 

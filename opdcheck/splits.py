@@ -16,7 +16,7 @@ from opdcheck.files import cache_dir, prune, write_atomically
 from opdcheck.measurement import SourceShare
 from opdcheck.rollouts import Rollout
 
-FORMAT = 3
+FORMAT = 4
 """Part of every key. Raise it when the meaning of a stored number changes."""
 
 MAX_CACHE_BYTES = 64 * 2**20

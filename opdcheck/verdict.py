@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from opdcheck.budget import Budget, Change, TailLimits
-from opdcheck.config import Decision, Metric, Model, Rollout, Sampling, Source
+from opdcheck.config import Decision, DType, Metric, Model, Rollout, Sampling, Source
 from opdcheck.errors import BudgetInvalidError, ExitCode, UncertifiedError
 from opdcheck.fingerprint import shorten
 from opdcheck.measurement import Estimator, Measurement, SourceName
@@ -106,7 +106,7 @@ def target(budget: Budget, decision: Decision, rollout: Rollout) -> Target:
 
     The metric is the one chosen, else the budget's only one, else `tv`. Where the budget limits the total by source,
     the strictest limit among the candidate's sources holds: what it says of one was seen with that one at work. A
-    source that the budget does not list is held to `total`.
+    source that the budget does not list is held to `total`, and so is a dtype of the rollout that it was not made with.
 
     Raises:
         BudgetInvalidError: the budget has no limit for that metric, could not certify one for a source, or was
@@ -142,7 +142,7 @@ def _check_sampling(budget: Budget, rollout: Rollout) -> None:
 def _strictest(budget: Budget, metric: Metric, rollout: Rollout) -> Target:
     by_source = budget.limits.total_by_source
     found = [_of_source(budget, metric, source) for source in rollout.sources if source in by_source]
-    if not found or len(found) < len(rollout.sources):
+    if not found or len(found) < len(rollout.sources) or rollout.dtype not in _known_dtypes(budget):
         found.append(Target(metric, budget.limits.total[metric]))
     return min(found, key=lambda aim: aim.limit)
 
@@ -157,6 +157,12 @@ def _of_source(budget: Budget, metric: Metric, source: Source) -> Target:
     if metric not in limits:
         return Target(metric, budget.limits.total[metric])
     return Target(metric, limits[metric], source)
+
+
+def _known_dtypes(budget: Budget) -> set[DType]:
+    """Compute dtypes of the rollout that the limits by source are about: those trained under, else the trainer's."""
+    trained = {Rollout.model_validate(one.rollout).dtype for one in budget.evidence}
+    return trained or {budget.environment.trainer_dtype}
 
 
 def targets(budget: Budget, decision: Decision, rollout: Rollout) -> list[Target]:

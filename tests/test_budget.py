@@ -118,6 +118,10 @@ class TestLimits:
         with pytest.raises(ConfigError, match=r"limits\.per_source\.noise\.tv: .*no measurement could tell"):
             budget(limits={"total": {"k3": 0.1}, "per_source": {"noise": {"tv": 0.001}}})
 
+    def test_abs_dlogp_of_one_source_is_refused(self):
+        with pytest.raises(ConfigError, match=r"limits\.per_source\.noise\.abs_dlogp: .*limit its tv, kl or k3"):
+            budget(limits={"total": {"k3": 0.1}, "per_source": {"noise": {"abs_dlogp": 0.1}}})
+
     def test_below_the_kernel_floor_is_a_warning(self):
         assert budget(limits={"total": {"k3": 0.001}}).warnings() == snapshot(
             [

@@ -31,8 +31,9 @@ def test_a_source_that_changes_nothing_is_exactly_zero(tiny_student: Path) -> No
     assert share.prompt_values == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("metric", ["tv", "kl"])
-def test_one_source_alone_is_the_whole(tiny_student: Path, metric: str) -> None:
+@pytest.mark.parametrize(("metric", "exact"), [("tv", "tv"), ("kl", "kl"), ("k3", "kl")])
+def test_one_source_alone_is_the_whole(tiny_student: Path, metric: str, exact: str) -> None:
+    """k3's mean under the part's own distribution is KL; the tokens were drawn by the whole candidate, not by it."""
     asked = candidate(tiny_student, quantization="W4A16")
     (share,) = shares(tiny_student, metric, quantization="W4A16")
     trainer, policy = (Scorer(build_policy(asked, Path(), parts)) for parts in ([], active_parts(asked)))
@@ -48,7 +49,13 @@ def test_one_source_alone_is_the_whole(tiny_student: Path, metric: str) -> None:
     assert share.source == "weights"
     assert share.tv == total.metrics["tv"].mean > 0
     assert share.kl == total.metrics["kl"].mean > 0
-    assert share.prompt_values == total.prompt_values[metric]
+    assert share.prompt_values == total.prompt_values[exact]
+
+
+def test_abs_dlogp_of_a_part_is_not_known(tiny_student: Path) -> None:
+    (share,) = shares(tiny_student, "abs_dlogp", quantization="W4A16")
+    assert share.prompt_values == []
+    assert share.tv > 0
 
 
 def test_every_source_in_order(tiny_student: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from samples import METHOD, budget, calibrated, measurement, prompt_means, sources, summary
+from samples import METHOD, budget, calibrated, measurement, prompt_means, sources, summary, trained
 
 from opdcheck.budget import Change
 from opdcheck.config import Decision, Noise, Rollout, Sampling, Staleness
@@ -97,6 +97,22 @@ class TestTarget:
         differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
         stale = Rollout(noise=Noise(weights=0.1), staleness=Staleness(lag=2))
         assert target(differing, Decision(), stale) == Target("k3", 0.01)
+
+    def test_quantization_by_the_engines_own_arguments_counts(self):
+        differing = budget(limits={"total": {"k3": 0.02}, "total_by_source": {"quantization": None, "noise": None}})
+        for args in ({"quantization": "fp8"}, {"quantization_config": {"linear_scheme": "fp8_per_tensor"}}):
+            with pytest.raises(BudgetInvalidError, match="no limit for quantization"):
+                target(differing, Decision(), Rollout(engine_args=args))
+        assert target(differing, Decision(), Rollout(engine_args={"max_model_len": 64})) == Target("k3", 0.02)
+
+    def test_a_dtype_that_was_not_calibrated_is_held_to_the_total_as_well(self):
+        by_source = {"noise": {"k3": 0.04}}
+        differing = budget(limits={"total": {"k3": 0.01}, "total_by_source": by_source})
+        noisy = Rollout(noise=Noise(weights=0.1), dtype="float16")
+        assert target(differing, Decision(), noisy) == Target("k3", 0.01)
+        evidence = [trained().evidence[0].model_copy(update={"rollout": {"dtype": "float16"}})]
+        with_it = calibrated(limits={"total": {"k3": 0.01}, "total_by_source": by_source}, evidence=evidence)
+        assert target(with_it, Decision(), noisy) == Target("k3", 0.04, "noise")
 
     def test_another_temperature_than_the_calibrations(self):
         cooler = Rollout(sampling=Sampling(temperature=0.7))
@@ -237,6 +253,9 @@ class TestSources:
         assert codes(found, "inconclusive") == ["source_unmeasured"]
 
     def test_not_part_of_the_candidate_is_within(self):
+        """A plain KV cache is named among the kernels: it is no source of its own."""
+        plain = [Part(part="kernel", how="real", detail="KV cache in bfloat16, CPU_ATTN")]
+        assert verdict(measurement(0.0017, prompts=64, provenance=plain), self.LIMITED).decision == "admit"
         assert verdict(measurement(0.0017, prompts=64, provenance=[]), self.LIMITED).decision == "admit"
 
     def test_limit_on_another_metric_is_inconclusive(self):

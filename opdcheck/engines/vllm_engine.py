@@ -433,7 +433,8 @@ def _resolved_kv_cache_dtype(config: Any) -> str:
 def _all_provenance(llm: Any, facts: VllmFacts, given: Sequence[Provenance]) -> list[Provenance]:
     """What the caller says of the checkpoint, with what the engine knows of its own kernels in its place."""
     config = llm.llm_engine.vllm_config
-    own = [*_quantized_parts(config.model_config, facts.platform == "cpu"), _kv_cache_part(config.cache_config, facts)]
+    cache = _kv_cache_part(config.cache_config, facts, str(config.model_config.dtype).removeprefix("torch."))
+    own = [*_quantized_parts(config.model_config, facts.platform == "cpu"), cache]
     return _merged(given, own)
 
 
@@ -448,7 +449,10 @@ def _merged(given: Sequence[Provenance], own: Sequence[Provenance]) -> list[Prov
     return [part for part in given if part.part not in told] + own
 
 
-def _kv_cache_part(cache_config: Any, facts: VllmFacts) -> Provenance:
+def _kv_cache_part(cache_config: Any, facts: VllmFacts, dtype: str) -> Provenance:
+    """The KV cache, a source of mismatch only where it is kept in another dtype than the model computes in."""
+    if facts.kv_cache_dtype == dtype:
+        return Provenance("kernel", "real", f"KV cache in {dtype}, {facts.attention_backend}")
     detail = f"{facts.kv_cache_dtype}, {facts.attention_backend}"
     if facts.kv_cache_dtype.startswith("fp8"):
         detail += ", scales from the checkpoint, else 1.0"

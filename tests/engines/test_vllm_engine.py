@@ -126,7 +126,7 @@ class TestRollouts:
     def test_is_a_rollout_engine(self, engine: VllmEngine) -> None:
         like: RolloutEngine = engine
         assert like.name.startswith("vllm 0.32")
-        assert [part.part for part in like.provenance] == ["kv_cache"]
+        assert [part.part for part in like.provenance] == ["kernel"]  # a KV cache in the model's own dtype
         assert like.provenance[0].how == "real"
 
     def test_shapes(self, rollouts: list[Rollout]) -> None:
