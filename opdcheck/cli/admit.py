@@ -92,13 +92,14 @@ def admit(
                     fresh=fresh,
                     progress=progress,
                 )
+            # The files come last: where the screen is gone or something failed, no verdict stands in them.
+            output.show(report, result_console() if json_file != "-" else log_console())
             output.write(report, json_file, markdown_file)
     except BudgetInvalidError as error:
         if not observe:
             raise
         typer.echo(escaped(f"no verdict: {error}\n{OBSERVED}"), err=True)
         raise typer.Exit(ExitCode.ADMITTED) from error
-    output.show(report, result_console() if json_file != "-" else log_console())
     raise typer.Exit(report.verdict.exit_code)
 
 

@@ -70,7 +70,8 @@ def declare(
         declared = declaration.declare(
             candidate, total=total, reason=reason, name=name, prompts=prompts, progress=progress
         )
-    write_budget(out, declared)
+    with output.writing(out):
+        write_budget(out, declared)
     print_budget(declared, result_console())
     typer.echo(f"written: {out}", err=True)
 
@@ -95,7 +96,8 @@ def curve(
         picture = draw_side_by_side([load_budget(path) for path in budgets], format=format)
     except ValueError as error:
         raise ConfigError(str(error), hint="`opdcheck calibrate` makes budgets that can be drawn.") from error
-    write_atomically(out, picture)
+    with output.writing(out):
+        write_atomically(out, picture)
     typer.echo(f"written: {out}", err=True)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,8 @@ def write(report: Report, json_file: str | None, markdown_file: Path | None) -> 
     from opdcheck.report.record import to_json
 
     try:
-        _write(to_json(report), to_markdown(report), json_file, markdown_file)
+        for step in _writes(to_json(report), to_markdown(report), json_file, markdown_file):
+            step()
     except OSError as error:
         raise OpdcheckError(
             f"the measurement is done, but a report could not be written: {error}",
@@ -88,37 +89,80 @@ def write(report: Report, json_file: str | None, markdown_file: Path | None) -> 
         ) from error
 
 
-def _write(as_json: str, as_markdown: str, json_file: str | None, markdown_file: Path | None) -> None:
+def _writes(
+    as_json: str, as_markdown: str, json_file: str | None, markdown_file: Path | None
+) -> Iterator[Callable[[], None]]:
+    """One step per place. The job's summary is the last: it is appended to, and what stands there cannot be undone."""
     if markdown_file is not None:
-        write_atomically(markdown_file, as_markdown)
+        yield lambda: write_atomically(markdown_file, as_markdown)
+    if json_file == "-":
+        yield lambda: _print(as_json)
+    elif json_file is not None:
+        yield lambda: write_atomically(Path(json_file), as_json + "\n")
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
-        # The runner's file is shared by all steps of a job: it is appended to, never replaced.
-        with Path(summary).open("a", encoding="utf-8") as file:
-            file.write(as_markdown)
-    # Last, since it is what programs read: where another one could not be written, no verdict stands here.
-    if json_file == "-":
-        sys.stdout.write(as_json + "\n")
-    elif json_file is not None:
-        write_atomically(Path(json_file), as_json + "\n")
+        yield lambda: _append(Path(summary), as_markdown)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _append(summary: Path, text: str) -> None:
+    with summary.open("a", encoding="utf-8") as file:  # shared by all steps of a job
+        file.write(text)
 
 
 def write_failure(failure: Failure, json_file: str | None, markdown_file: Path | None) -> None:
-    """Writes a failure where the report would have gone.
+    """Writes a failure where the report would have gone: everywhere it can.
 
     Raises:
-        OSError: a file could not be written.
+        OSError: a file could not be written; the first one.
     """
     from opdcheck.report.failure import failure_to_json, failure_to_markdown
 
-    _write(failure_to_json(failure), failure_to_markdown(failure), json_file, markdown_file)
+    problems = []
+    for step in _writes(failure_to_json(failure), failure_to_markdown(failure), json_file, markdown_file):
+        try:
+            step()
+        except OSError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the report for a person."""
+    """Prints the report for a person.
+
+    Raises:
+        OpdcheckError: nobody can have read it.
+    """
+    from opdcheck.errors import OpdcheckError
     from opdcheck.report.terminal import render
 
-    console.print(render(report))
+    text = render(report)
+    try:
+        console.print(text)
+        console.file.flush()  # so that it fails here, if at all
+    except (OSError, SystemExit) as error:  # rich turns a broken pipe into an exit
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        raise OpdcheckError(f"the result could not be written: {cause}. This is not a verdict.") from error
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Says which file could not be written, in place of a traceback.
+
+    Raises:
+        OpdcheckError: the block raised an OSError.
+    """
+    from opdcheck.errors import OpdcheckError
+
+    try:
+        yield
+    except OSError as error:
+        raise OpdcheckError(f"cannot write {file}: {error}", hint="Make room, or name another file.") from error
 
 
 def write_calibrated(budget: Budget, out: Path) -> list[Path]:
@@ -147,7 +191,7 @@ def write_calibrated(budget: Budget, out: Path) -> list[Path]:
             write_atomically(file, content)
     except OSError as error:
         raise OpdcheckError(
-            f"the trainings are done, but the budget could not be written: {error}",
+            f"the trainings are done, but the budget or its pictures could not be written: {error}",
             hint="Finished trainings are kept: make room, and run the same command again.",
         ) from error
     return [out, *files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from opdcheck.report.failure import Failure, failure_to_markdown
 
@@ -74,6 +76,42 @@ class TestFailureRecord:
         ran, record, _ = reported(project.candidate("clean"))
         assert (ran.code, record["exit_code"]) == (4, 4)
         assert record["error"] == "opdcheck failed: RuntimeError: broken"
+
+    def test_where_the_screen_is_gone(self, project, reported):
+        """The exit code is that of a failure, so no verdict may stand in the files."""
+
+        class Gone(io.StringIO):
+            def write(self, _text: str) -> int:
+                raise OSError(5, "Input/output error")
+
+        project.monkeypatch.setattr("opdcheck.cli.console.result_console", lambda: Console(file=Gone()))
+        ran, record, markdown = reported(project.candidate("clean"))
+        assert (ran.code, record["exit_code"], record["verdict"]) == (4, 4, None)
+        assert "the result could not be written: [Errno 5] Input/output error. This is not a verdict." in ran.err
+        assert "NO VERDICT" in markdown
+
+    def test_where_the_summary_cannot_be_written(self, project):
+        project.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.folder / "no" / "summary.md"))
+        as_json = project.folder / "report.json"
+        ran = project.run("admit", project.candidate("clean"), "--json", as_json)
+        assert ran.code == 4
+        assert json.loads(as_json.read_text())["verdict"] is None
+
+    def test_is_written_wherever_it_can_be(self, project):
+        """A Markdown file that cannot be written must not leave an older verdict in the JSON."""
+        as_json, markdown = project.folder / "report.json", project.folder / "report.md"
+        as_json.write_text('{"verdict": {"decision": "admit"}}')
+
+        def full(path, content):
+            if path == markdown:
+                raise OSError(28, "No space left on device")
+            path.write_text(content)
+
+        project.monkeypatch.setattr("opdcheck.cli.output.write_atomically", full)
+        ran = project.run("admit", project.folder / "nowhere.yaml", "--json", as_json, "--markdown", markdown)
+        assert ran.code == 2
+        assert "No space left on device" in ran.err
+        assert json.loads(as_json.read_text())["verdict"] is None
 
     def test_on_stdout(self, project):
         ran = project.run("admit", project.folder / "nowhere.yaml", "--json", "-")
