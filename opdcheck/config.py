@@ -524,6 +524,13 @@ def _vllm_sampling_problems(rollout: Rollout) -> Iterator[Problem]:
             f"expected at least {VLLM_MIN_TEMPERATURE} for `engine: vllm`, found {sampling.temperature:g}, "
             f"which vLLM would raise to {VLLM_MIN_TEMPERATURE} without an error",
         )
+    truncated = [name for name in ("top_p", "min_p") if getattr(sampling, name) != Sampling.model_fields[name].default]
+    if truncated and not rollout.logprobs:
+        yield (
+            f"rollout.sampling.{truncated[0]}",
+            "needs `rollout.logprobs` of at least 1 with `engine: vllm`: the tokens that can be sampled must be "
+            "visible, up to 0.01 % of their mass; 20 is the default",
+        )
     if sampling.top_k > rollout.logprobs:
         yield (
             "rollout.sampling.top_k",

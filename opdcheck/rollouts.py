@@ -41,7 +41,7 @@ class Rollout:
     token_ids: np.ndarray[Any, np.dtype[np.int64]]  # [tokens]
     logq: np.ndarray[Any, np.dtype[np.float64]]  # [tokens], log-probability of each sampled token
     finish_reason: str  # "stop" (end token, which is part of token_ids) or "length"
-    top_ids: np.ndarray[Any, np.dtype[np.int64]] | None = None  # [tokens, k], most probable first
+    top_ids: np.ndarray[Any, np.dtype[np.int64]] | None = None  # [tokens, k], most probable first; < 0: none
     top_logq: np.ndarray[Any, np.dtype[np.float64]] | None = None  # [tokens, k]; -inf outside the sampling support
     final_hidden: torch.Tensor | None = None  # [tokens, hidden] as decoded, only where the engine has its own head
 

@@ -7,6 +7,7 @@ log-probabilities of both sides, their differences, ...) stays within `chunk_byt
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ def _support_ids(rollout: Rollout) -> Tensor:
             "support of the rollout policy is unknown",
             hint="Set `rollout.logprobs` to at least `top_k`, or sample with top_p = 1, min_p = 0 and no top_k.",
         )
-    mass = np.exp(rollout.top_logq).sum(axis=1)
+    mass = np.where(rollout.top_ids >= 0, np.exp(rollout.top_logq), 0.0).sum(axis=1)
     if len(mass) and not mass.min() > _SUPPORT_MASS and not np.isnan(mass).any():
         k = rollout.top_ids.shape[1]
         raise EngineError(
@@ -278,8 +279,8 @@ def _support_ids(rollout: Rollout) -> Tensor:
             hint="Raise `rollout.logprobs`, or set `top_k` to at most `rollout.logprobs`.",
         )
     sampled = rollout.token_ids[:, None]
-    # Listed tokens outside the support are replaced by the sampled one, which is in it.
-    inside = np.where(rollout.top_logq != -np.inf, rollout.top_ids, sampled)
+    # Listed tokens outside the support, and padding, are replaced by the sampled one, which is in it.
+    inside = np.where((rollout.top_logq != -np.inf) & (rollout.top_ids >= 0), rollout.top_ids, sampled)
     return torch.from_numpy(np.concatenate([inside, sampled], axis=1))
 
 
@@ -289,7 +290,8 @@ def _scores(logp: Tensor, rollout: Rollout, piece: _Piece) -> TrainerScores:
     top_logp = None
     if rollout.top_ids is not None:
         top_ids = torch.from_numpy(rollout.top_ids[piece.start : piece.stop]).to(logp.device)
-        top_logp = logp.gather(1, top_ids).double().cpu().numpy()
+        of_top = logp.gather(1, top_ids.clamp_min(0)).double()
+        top_logp = of_top.masked_fill(top_ids < 0, -math.inf).cpu().numpy()
     return TrainerScores(
         logp=logp.gather(1, tokens[:, None])[:, 0].double().cpu().numpy(),
         top_logp=top_logp,

@@ -352,13 +352,16 @@ def test_every_field_of_the_candidate_is_frozen(loaded):
         ("sampling: {temperature: 0.000001}", "rollout.sampling.temperature: expected at least 0.01"),
         ("sampling: {top_k: 21}", "rollout.sampling.top_k: expected at most rollout.logprobs (20), found 21"),
         ("sampling: {top_k: 9}\n  logprobs: 8", "raise `rollout.logprobs` to 9"),
+        ("sampling: {top_p: 0.9}\n  logprobs: 0", "rollout.sampling.top_p: needs `rollout.logprobs` of at least 1"),
+        ("sampling: {min_p: 0.1}\n  logprobs: 0", "rollout.sampling.min_p: needs `rollout.logprobs` of at least 1"),
     ],
 )
 def test_sampling_that_vllm_would_change_or_hide(loaded, complaint, rollout, message):
     text = f"{HEAD}rollout:\n  {rollout}\n"
     assert message in complaint(text)
     assert complaint(text).startswith("c.yaml:4: rollout.sampling.")
-    loaded(text.replace("rollout:\n", "rollout:\n  engine: transformers\n").replace("\n  logprobs: 8", ""))
+    of_transformers = text.replace("rollout:\n", "rollout:\n  engine: transformers\n")
+    loaded(re.sub(r"\n  logprobs: \d", "", of_transformers))
 
 
 @pytest.mark.parametrize("rollout", ["sampling: {temperature: 0.01}", "sampling: {top_k: 20}", "sampling: {top_k: 0}"])

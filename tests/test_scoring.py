@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_top_tokens(student: CausalLM) -> None:
         np.testing.assert_allclose(scores.top_logp, one.top_logq, atol=1e-5)
         np.testing.assert_allclose(scores.logp, one.logq, atol=1e-5)
         assert scores.argmax_p.tolist() == one.top_ids[:, 0].tolist()
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, Sampling(top_k=5)])
+def test_padding_among_the_top_tokens_is_no_token(student: CausalLM, sampling: Sampling) -> None:
+    for plain in random_rollouts():
+        one = with_top(plain, truncated_logq(student, plain, 5), 5)
+        ids = np.concatenate([one.top_ids, np.full((len(one), 2), -1)], axis=1)
+        logq = np.concatenate([one.top_logq, np.full((len(one), 2), -np.inf)], axis=1)
+        padded = dataclasses.replace(one, top_ids=ids, top_logq=logq)
+        want, found = Scorer(student).score([one], sampling)[0], Scorer(student).score([padded], sampling)[0]
+        np.testing.assert_array_equal(found.top_logp[:, :5], want.top_logp)
+        assert (found.top_logp[:, 5:] == -np.inf).all()
+        np.testing.assert_array_equal(found.logp, want.logp)
 
 
 # --- truncating sampling: the same support on both sides ------------------------------------------------------------

@@ -144,7 +144,7 @@ def _split(
         sampled_p=np.where(in_tail, np.exp(np.asarray(logp, np.float64)), 0.0),
         sampled_log_r=metrics.log_ratio(logq, logp),
         in_tail=in_tail,
-        exhausted=np.any(top_logq == -np.inf, axis=1),
+        exhausted=np.any(listed & (top_logq == -np.inf), axis=1),
     )
 
 

@@ -28,17 +28,28 @@ def _after_reject(report: Report) -> list[str]:
         )
     largest = largest_source(report)
     if largest is None:
-        return [*steps, "`opdcheck admit --sources` says which part of the configuration is to blame."]
+        return [*steps, _without_sources(report)]
     total = report.measurement.sources_total
     share = f" ({percent(largest.tv / total)} of the total tv)" if total > 0 else ""
     steps.append(f"The largest source is {largest.source}{share}. {_remedy(largest, report)}")
     return steps
 
 
+def _without_sources(report: Report) -> str:
+    measurement = report.measurement
+    if measurement.sources_prompts is None:
+        return "`opdcheck admit --sources` says which part of the configuration is to blame."
+    if measurement.sources_notes:
+        return "What remains of the configuration cannot be split: try it without, one part after the other."
+    return (
+        "The unperturbed student is already this far off in this engine: compare attention backends and versions, and "
+        "`opdcheck budget verify`."
+    )
+
+
 def largest_source(report: Report) -> SourceShare | None:
-    """The source with the largest tv among those that a candidate can change; the kernel only if it is alone."""
-    shares = report.measurement.sources
-    return max(shares, key=lambda share: (share.source != "kernel", share.tv), default=None)
+    """The source with the largest tv; None where there is no split, or the candidate has no sources."""
+    return max(report.measurement.sources, key=lambda share: share.tv, default=None)
 
 
 def _remedy(share: SourceShare, report: Report) -> str:
@@ -64,11 +75,8 @@ def _remedy(share: SourceShare, report: Report) -> str:
             return "Lower `noise.weights` or `noise.logits`."
         case "dtype":
             return f"Sample in the trainer's dtype: `rollout.dtype: {report.candidate.student.dtype}`."
-        case _:
-            return (
-                "The unperturbed student is already this far off in this engine: compare attention backends and "
-                "versions, and `opdcheck budget verify`."
-            )
+        case "kernel":
+            raise ValueError("the kernel is no source that a split measures")
 
 
 def _after_inconclusive(report: Report) -> list[str]:

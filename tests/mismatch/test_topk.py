@@ -156,6 +156,17 @@ def test_padding_is_no_token():
         assert getattr(padded, name)[0] == pytest.approx(getattr(full, name)[0], abs=1e-12)
 
 
+@pytest.mark.parametrize("logp", [-0.1, -math.inf])
+def test_padding_does_not_say_that_the_support_ends(logp):
+    """Two of three tokens are listed: what the third has is the tail's, and p may have more of it than q."""
+    names = [0, 1]
+    q, p = [math.log(0.5), math.log(0.3)], [math.log(0.3), math.log(0.2)]
+    full = one_token(2, math.log(0.2), math.log(0.5), names, q, p)
+    padded = one_token(2, math.log(0.2), math.log(0.5), [*names, -1], [*q, -math.inf], [*p, logp])
+    for name in ("tv", "tv_lower", "tv_upper", "kl", "kl_lower"):
+        assert getattr(padded, name)[0] == pytest.approx(getattr(full, name)[0], abs=1e-12)
+
+
 def test_listed_token_outside_the_support():
     # q = (1/2, 1/2, 0, 0), p = (1/4, 1/4, 1/4, 1/4): the third is listed with -inf, the fourth not at all.
     half, quarter = math.log(0.5), math.log(0.25)

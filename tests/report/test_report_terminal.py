@@ -312,7 +312,7 @@ class TestNextSteps:
         ],
     )
     def test_reject_names_the_largest_source_and_a_thing_to_try(self, source, advice):
-        shares = [self.share("kernel", 0.9), self.share(source, 0.03)]
+        shares = [self.share("noise" if source != "noise" else "dtype", 0.01), self.share(source, 0.03)]
         (step,) = next_steps(report(measurement(0.0424, sources=shares), quantization="FP8_DYNAMIC"))
         assert f"largest source is {source} (56 % of the total tv)" in step
         assert advice in step
@@ -325,6 +325,14 @@ class TestNextSteps:
         assert next_steps(report(measurement(0.0424))) == snapshot(
             ["`opdcheck admit --sources` says which part of the configuration is to blame."]
         )
+
+    def test_reject_of_a_candidate_that_changes_nothing(self):
+        """The split was made and found no source: it is the kernels, and `--sources` would say nothing new."""
+        (step,) = next_steps(report(measurement(0.0424, sources_prompts=32)))
+        assert step.startswith("The unperturbed student is already this far off in this engine")
+        note = {"sources_notes": ["weights: engine_args.quantization: fp8 is vLLM's own"]}
+        (step,) = next_steps(report(measurement(0.0424, sources_prompts=32, **note)))
+        assert step.startswith("What remains of the configuration cannot be split")
 
     def test_inconclusive_estimates_how_many_prompts_decide(self):
         assert next_steps(report(measurement(0.0135, prompts=16))) == snapshot(
