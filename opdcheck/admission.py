@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from opdcheck import __version__, preflight
 from opdcheck.budget import Budget, Environment, load_budget, no_budget_named, require_valid
-from opdcheck.config import Candidate, load_candidate, resolve
+from opdcheck.config import Candidate, EngineName, load_candidate, resolve
 from opdcheck.environment import current_environment
 from opdcheck.errors import ConfigError
 from opdcheck.fingerprint import ModelFingerprint, fingerprint_model, weights_hash
@@ -136,11 +136,9 @@ def identify(candidate: Candidate, base: Path) -> Subject:
         ConfigError: vLLM is asked for and not installed; a model or the device is not there.
         EngineError: the hub could not be reached.
     """
-    from opdcheck.engines.vllm_support import number_variables, require
     from opdcheck.models import end_token_ids, resolve_device
 
-    if candidate.rollout.engine == "vllm":
-        require()
+    variables = _number_variables(candidate.rollout.engine)
     student = fingerprint_model(candidate.student, base)
     teacher = fingerprint_model(candidate.teacher, base) if candidate.teacher else None
     device = resolve_device(candidate.student.device)
@@ -157,7 +155,7 @@ def identify(candidate: Candidate, base: Path) -> Subject:
         "others": others,
         "environment": environment.model_dump(),
         "device": device,
-        "variables": number_variables() if rollout.engine == "vllm" else {},
+        "variables": variables,
         "end_token_ids": sorted(end_token_ids(candidate.student, base)),  # no fingerprint covers generation_config.json
         "rollout": rollout.model_dump(mode="json", exclude={"model", "staleness"}),
         "samples_per_prompt": workload.samples_per_prompt,
@@ -165,6 +163,24 @@ def identify(candidate: Candidate, base: Path) -> Subject:
         "seed": workload.seed,
     }
     return Subject(student, teacher, environment, key)
+
+
+def _number_variables(engine: EngineName) -> dict[str, str]:
+    """The environment variables that an engine's numbers may depend on.
+
+    Raises:
+        ConfigError: the engine is not installed.
+    """
+    match engine:
+        case "vllm":
+            from opdcheck.engines.vllm_support import number_variables, require
+
+            require()
+            return number_variables()
+        case "transformers":
+            return {}
+        case _:
+            assert_never(engine)
 
 
 def measurement_key(subject: Subject, session: Session) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -467,7 +467,6 @@ def rule_problems(candidate: Candidate) -> Iterator[Problem]:
 def rollout_problems(rollout: Rollout) -> Iterator[Problem]:
     """What is wrong between the keys of `rollout`; no file is touched."""
     yield from _engine_problems(rollout)
-    yield from _engine_args_problems(rollout)
     stale = rollout.staleness
     if stale is None:
         return
@@ -499,11 +498,19 @@ def file_problems(candidate: Candidate, base: Path) -> Iterator[Problem]:
 
 
 def _engine_problems(rollout: Rollout) -> Iterator[Problem]:
-    if rollout.engine == "vllm":
-        if rollout.noise and rollout.noise.logits:
-            yield "rollout.noise.logits", "only `engine: transformers` can put noise on logits"
-        yield from _vllm_sampling_problems(rollout)
-        return
+    match rollout.engine:
+        case "vllm":
+            if rollout.noise and rollout.noise.logits:
+                yield "rollout.noise.logits", "only `engine: transformers` can put noise on logits"
+            yield from _vllm_sampling_problems(rollout)
+            yield from _vllm_args_problems(rollout)
+        case "transformers":
+            yield from _transformers_problems(rollout)
+        case _:
+            assert_never(rollout.engine)
+
+
+def _transformers_problems(rollout: Rollout) -> Iterator[Problem]:
     if rollout.simulate:
         yield (
             "rollout.simulate",
@@ -539,9 +546,7 @@ def _vllm_sampling_problems(rollout: Rollout) -> Iterator[Problem]:
         )
 
 
-def _engine_args_problems(rollout: Rollout) -> Iterator[Problem]:
-    if rollout.engine != "vllm":
-        return
+def _vllm_args_problems(rollout: Rollout) -> Iterator[Problem]:
     for name in rollout.engine_args:
         argument = name.replace("-", "_")
         key = f"rollout.engine_args.{name}"

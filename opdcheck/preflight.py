@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import assert_never
 
 from opdcheck.config import Candidate, Quantization
 from opdcheck.yamlfile import Located
@@ -17,8 +18,14 @@ def check(located: Located[Candidate], base: Path) -> None:
     Raises:
         ConfigError: with file, line and key of what does not fit.
     """
-    if located.value.rollout.engine == "vllm":
-        _check_vllm(located)
+    engine = located.value.rollout.engine
+    match engine:
+        case "vllm":
+            _check_vllm(located)
+        case "transformers":
+            pass
+        case _:
+            assert_never(engine)
     _check_vocabularies(located, base)
     _check_layers(located, base)
 

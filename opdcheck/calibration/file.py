@@ -205,7 +205,7 @@ def _ladder_problems(ladder: Ladder, rollout: Rollout) -> Iterator[Problem]:
             f"expected levels of at least {MIN_SOURCES} sources (noise, staleness, quantization, kv_cache_dtype), "
             f"found {sources}: whether one scale serves all could not be told",
         )
-    if ladder.logit_noise and rollout.engine == "vllm":
+    if ladder.logit_noise and rollout.engine != "transformers":
         yield "ladder.logit_noise", "only `engine: transformers` can put noise on logits"
     for index, dtype in enumerate(ladder.kv_cache_dtype):
         if dtype in ("auto", rollout.dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from torch import Tensor
 
@@ -106,12 +106,17 @@ def open_side(
 ) -> StaleSide:
     """The rollout side of one training: the candidate's engine and perturbations, behind by the candidate's lag."""
     side: RolloutSide
-    if candidate.rollout.engine == "vllm":
-        from opdcheck.calibration.vllm_side import VllmSide
+    match candidate.rollout.engine:
+        case "vllm":
+            from opdcheck.calibration.vllm_side import VllmSide
 
-        side = VllmSide(student, candidate, base, prompts=prompts, run_seed=run_seed, calibration_ids=calibration_ids)
-    else:
-        side = TransformersSide(student, candidate, base, run_seed=run_seed, calibration_ids=calibration_ids)
+            side = VllmSide(
+                student, candidate, base, prompts=prompts, run_seed=run_seed, calibration_ids=calibration_ids
+            )
+        case "transformers":
+            side = TransformersSide(student, candidate, base, run_seed=run_seed, calibration_ids=calibration_ids)
+        case _:
+            assert_never(candidate.rollout.engine)
     staleness = candidate.rollout.staleness
     return StaleSide(side, 0 if staleness is None or staleness.lag is None else staleness.lag)
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from opdcheck.config import Candidate
-from opdcheck.engines import open_engine
+from opdcheck.engines import ReloadableEngine, open_engine
 from opdcheck.errors import EngineError
 from opdcheck.files import scratch_folder
 from opdcheck.models import CausalLM, quiet_transformers
 from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
 from opdcheck.rollouts import Prompt, Rollout, RolloutRequest
 from opdcheck.workload import load_tokenizer
-
-if TYPE_CHECKING:
-    from opdcheck.engines.base import RolloutEngine
 
 
 class VllmSide:
@@ -55,7 +51,7 @@ class VllmSide:
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(scratch_folder())
         self._candidate = _of_folder(candidate, self._folder / "student", run_seed)
-        self._engine: RolloutEngine | None = None
+        self._engine: ReloadableEngine | None = None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Writes the weights as the candidate's checkpoint and lets vLLM read it.
@@ -66,13 +62,17 @@ class VllmSide:
         """
         self._write_student(weights)
         if self._engine is None:
-            self._engine = open_engine(self._candidate, self._base, self._prompts, self._calibration_ids)
+            engine = open_engine(self._candidate, self._base, self._prompts, self._calibration_ids)
+            if not isinstance(engine, ReloadableEngine):
+                engine.close()
+                raise EngineError(f"{engine.name} takes no new weights while it runs")
+            self._engine = engine
             return
         folder = self._folder / "student"
         if needs_checkpoint(self._candidate):
             folder = self._folder / "policy"
             write_checkpoint(self._candidate, self._base, folder, calibration_ids=self._calibration_ids)
-        self._engine.reload(folder)  # type: ignore[attr-defined]
+        self._engine.reload(folder)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One rollout per request.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import assert_never
 
 from opdcheck.config import Candidate
-from opdcheck.engines.base import Provenance, RolloutEngine, RolloutRequest
+from opdcheck.engines.base import Provenance, ReloadableEngine, RolloutEngine, RolloutRequest
 from opdcheck.files import scratch_folder
 from opdcheck.rollouts import Prompt, Rollout
 
@@ -25,9 +26,13 @@ def open_engine(
         ConfigError: the engine cannot run this candidate.
         EngineError: it did not start.
     """
-    if candidate.rollout.engine == "transformers":
-        return _open_transformers(candidate, base, calibration_ids)
-    return _open_vllm(candidate, base, prompts, calibration_ids)
+    match candidate.rollout.engine:
+        case "transformers":
+            return _open_transformers(candidate, base, calibration_ids)
+        case "vllm":
+            return _open_vllm(candidate, base, prompts, calibration_ids)
+        case _:
+            assert_never(candidate.rollout.engine)
 
 
 def _open_transformers(candidate: Candidate, base: Path, calibration_ids: list[list[int]]) -> RolloutEngine:
@@ -54,6 +59,7 @@ def _open_vllm(
     from opdcheck.engines.vllm_engine import open_vllm
     from opdcheck.models import end_token_ids, source_folder
     from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
+    from opdcheck.perturb.policy import describe
 
     rollout = candidate.rollout
     with ExitStack() as stack:
@@ -62,7 +68,8 @@ def _open_vllm(
         provenance: list[Provenance] = []
         if needs_checkpoint(candidate):
             folder = stack.enter_context(scratch_folder()) / "policy"
-            provenance = write_checkpoint(candidate, base, folder, calibration_ids=calibration_ids)
+            write_checkpoint(candidate, base, folder, calibration_ids=calibration_ids)
+            provenance = describe(candidate, engine="vllm")
             model = str(folder)
         # vLLM has read the weights when this returns: the temporary checkpoint goes at the end of the block.
         return open_vllm(
@@ -83,4 +90,4 @@ def _open_vllm(
         )
 
 
-__all__ = ["Provenance", "Rollout", "RolloutEngine", "RolloutRequest", "open_engine"]
+__all__ = ["Provenance", "ReloadableEngine", "Rollout", "RolloutEngine", "RolloutRequest", "open_engine"]

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, assert_never, runtime_checkable
 
+from opdcheck.config import EngineName
 from opdcheck.rollouts import Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     import torch
 
 How = Literal["real", "simulated", "not applied"]
+
+
+def has_own_kernels(engine: EngineName) -> bool:
+    """Whether the engine computes in a candidate's formats with kernels of its own; else they are simulated."""
+    match engine:
+        case "vllm":
+            return True
+        case "transformers":
+            return False
+        case _:
+            assert_never(engine)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,18 @@ class RolloutEngine(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReloadableEngine(RolloutEngine, Protocol):
+    """An engine that takes new weights while it runs, as a training's rollouts need."""
+
+    def reload(self, folder: Path) -> None:
+        """Takes the weights of another checkpoint of the same model in the same format.
+
+        Raises:
+            EngineError: the engine could not read them.
+        """
 
 
 @runtime_checkable

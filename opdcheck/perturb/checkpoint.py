@@ -15,11 +15,10 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from transformers import AutoTokenizer
 
 from opdcheck.config import Candidate
-from opdcheck.engines.base import Provenance
 from opdcheck.errors import ConfigError
 from opdcheck.models import quiet_transformers, source_folder
 from opdcheck.perturb.kv_cache import attention_layers, calibrate_kv_cache
-from opdcheck.perturb.policy import describe, free, load_base, quantization_config
+from opdcheck.perturb.policy import free, load_base, quantization_config
 from opdcheck.perturb.qparams import QParams, shared_ranges, weight_qparams
 from opdcheck.perturb.quantization import calibrate_activations, calibration_pass, fake_quantize_weights
 from opdcheck.perturb.schemes import schemes_by_module
@@ -44,7 +43,7 @@ def write_checkpoint(
     *,
     calibration_ids: list[list[int]] | None = None,
     compressed: bool | None = None,
-) -> list[Provenance]:
+) -> None:
     """Writes the candidate's weights, its config and the student's tokenizer to a folder.
 
     Args:
@@ -54,9 +53,6 @@ def write_checkpoint(
         calibration_ids: token ids that static activation and KV scales are set from.
         compressed: True: a compressed-tensors checkpoint, for real kernels. False: plain weights, rounded to the
             format's grid (activations stay as they are). Default: False where the candidate says `simulate: true`.
-
-    Returns:
-        How each part is brought about when vLLM loads the folder.
 
     Raises:
         ConfigError: the quantization does not fit, or the checkpoints do not fit each other.
@@ -76,7 +72,6 @@ def write_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         free(policy)
-    return describe(candidate, engine="vllm")
 
 
 def _is_compressed(candidate: Candidate, compressed: bool | None) -> bool:

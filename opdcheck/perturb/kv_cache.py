@@ -18,6 +18,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.lifecycle.initialize import is_attention_module
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from opdcheck.config import EngineName
+from opdcheck.engines.base import has_own_kernels
 from opdcheck.perturb.qparams import QParams, round_to_grid
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -41,11 +43,11 @@ _REAL_ONLY = {
 _SMALLEST_SCALE = 1e-6  # vLLM's floor for per-token-head scales
 
 
-def check_kv_cache(kv_cache_dtype: str, *, engine: str = "transformers") -> None:
+def check_kv_cache(kv_cache_dtype: str, *, engine: EngineName = "transformers") -> None:
     """Checks the name of a KV cache format.
 
     Args:
-        engine: `transformers` simulates; `vllm` has its own kernels, and the name alone is checked.
+        engine: of one that has its own kernels, the name alone is checked.
 
     Raises:
         ValueError: unknown or not simulated, naming the alternatives.
@@ -55,7 +57,7 @@ def check_kv_cache(kv_cache_dtype: str, *, engine: str = "transformers") -> None
         near = difflib.get_close_matches(kv_cache_dtype, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"unknown KV cache dtype {kv_cache_dtype!r}; {hint}expected one of {', '.join(known)}")
-    if engine == "transformers" and kv_cache_dtype in _REAL_ONLY:
+    if not has_own_kernels(engine) and kv_cache_dtype in _REAL_ONLY:
         raise ValueError(
             f"{kv_cache_dtype} cannot be simulated ({_REAL_ONLY[kv_cache_dtype]}); "
             f"use engine: vllm, or one of {', '.join((*UNQUANTIZED, *SIMULATED))}"

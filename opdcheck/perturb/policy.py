@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from opdcheck.config import Candidate, DType, ModelRef, Quantization
-from opdcheck.engines.base import How, Provenance
+from opdcheck.config import Candidate, DType, EngineName, ModelRef, Quantization
+from opdcheck.engines.base import How, Provenance, has_own_kernels
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.measurement import SourceName
 from opdcheck.models import (
@@ -166,8 +166,8 @@ def quantization_config(candidate: Candidate) -> QuantizationConfig | None:
         raise ConfigError(f"rollout.quantization: {error}") from error
 
 
-def describe(candidate: Candidate, *, engine: str) -> list[Provenance]:
-    """How each part of the candidate is brought about by an engine (`transformers` or `vllm`), for every report."""
+def describe(candidate: Candidate, *, engine: EngineName) -> list[Provenance]:
+    """How each part of the candidate is brought about by an engine, for every report."""
     return [provenance for part in active_parts(candidate) for provenance in _describe_part(candidate, part, engine)]
 
 
@@ -210,7 +210,13 @@ def attach_rounding(
 
 def truncates_kv_cache(candidate: Candidate) -> bool:
     """Whether the candidate's engine cuts FP8 keys and values off instead of rounding: vLLM's CPU backend does."""
-    return candidate.rollout.engine == "vllm" and not torch.cuda.is_available()
+    match candidate.rollout.engine:
+        case "vllm":
+            return not torch.cuda.is_available()
+        case "transformers":
+            return False
+        case _:
+            assert_never(candidate.rollout.engine)
 
 
 def _casts_kv_cache(candidate: Candidate) -> bool:
@@ -249,9 +255,9 @@ def _check_same_architecture(stale: Any, student: Any, checkpoint: str) -> None:
             )
 
 
-def _describe_part(candidate: Candidate, part: SourceName, engine: str) -> list[Provenance]:
+def _describe_part(candidate: Candidate, part: SourceName, engine: EngineName) -> list[Provenance]:
     rollout = candidate.rollout
-    real_engine = engine == "vllm"
+    real_engine = has_own_kernels(engine)
     kernels: How = "real" if real_engine and not rollout.simulate else "simulated"
     if part == "staleness" and rollout.staleness is not None:
         return [Provenance(part, "real", rollout.staleness.describe())]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from opdcheck.config import Quantization
 from opdcheck.errors import ConfigError
 from opdcheck.perturb.checkpoint import needs_checkpoint, write_checkpoint
-from opdcheck.perturb.policy import build_policy
+from opdcheck.perturb.policy import build_policy, describe
 
 # 128 rows by 128 columns is one block: the library's decoder would take its scales for per-channel ones.
 BLOCK_64 = {"scheme": "FP8_BLOCK", "group_size": 64}
@@ -22,14 +22,14 @@ SCHEMES = ["W8A8", "W4A16", "W8A16", "FP8", "FP8_DYNAMIC", BLOCK_64, "NVFP4", "N
 
 def test_simulated_checkpoint_holds_the_live_models_weights(tiny_student: Path, tmp_path: Path) -> None:
     asked = candidate(tiny_student, quantization="W8A8", noise={"weights": 0.05}, dtype="bfloat16", simulate=True)
-    provenance = write_checkpoint(asked, Path(), tmp_path / "out")
+    write_checkpoint(asked, Path(), tmp_path / "out")
     live = build_policy(asked, Path(), ["noise", "weights", "dtype"])
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert set(saved) == {name for name, _ in live.model.named_parameters()}
     assert all(torch.equal(saved[name], parameter) for name, parameter in live.model.named_parameters())
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert [(entry.part, entry.how) for entry in provenance][1:3] == [
+    assert [(entry.part, entry.how) for entry in describe(asked, engine="vllm")][1:3] == [
         ("weights", "simulated"),
         ("activations", "not applied"),
     ]
