@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from opdcheck.calibration.file import Calibration
 from opdcheck.config import Candidate, Decision, Noise, Quantization, Rollout, Source, Staleness
 
 LadderSource = Literal["none", "noise", "logit_noise", "staleness", "quantization", "kv_cache", "mixture"]
 """Where a level's mismatch comes from. `none`: the unperturbed run that all others are paired with."""
-
-
-_LIMITED: dict[LadderSource, Source] = {
-    "noise": "noise",
-    "logit_noise": "noise",
-    "staleness": "staleness",
-    "quantization": "quantization",
-    "kv_cache": "quantization",
-}
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,17 @@ class Level:
         Raises:
             KeyError: it has none, or several.
         """
-        return _LIMITED[self.source]
+        match self.source:
+            case "noise" | "logit_noise":
+                return "noise"
+            case "staleness":
+                return "staleness"
+            case "quantization" | "kv_cache":
+                return "quantization"
+            case "none" | "mixture":
+                raise KeyError(self.source)
+            case _:
+                assert_never(self.source)
 
     @property
     def slug(self) -> str:

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never, get_args
 
 import torch
 from compressed_tensors.compressors.base import compress_module
@@ -14,11 +14,11 @@ from compressed_tensors.compressors.model_compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
 from transformers import AutoTokenizer
 
-from opdcheck.config import Candidate
+from opdcheck.config import Candidate, Rollout, Source
 from opdcheck.errors import ConfigError
 from opdcheck.models import quiet_transformers, source_folder
 from opdcheck.perturb.kv_cache import attention_layers, calibrate_kv_cache
-from opdcheck.perturb.policy import free, load_base, quantization_config
+from opdcheck.perturb.policy import PARTS, free, in_weights, load_base, quantization_config
 from opdcheck.perturb.qparams import QParams, shared_ranges, weight_qparams
 from opdcheck.perturb.quantization import calibrate_activations, calibration_pass, fake_quantize_weights
 from opdcheck.perturb.schemes import schemes_by_module
@@ -31,9 +31,19 @@ Calibration = Callable[[], None] | None
 
 def needs_checkpoint(candidate: Candidate) -> bool:
     """Whether the weights to sample from exist in no folder yet: they are noisy, or quantized by opdcheck."""
-    rollout = candidate.rollout
-    noisy = rollout.noise is not None and rollout.noise.weights > 0
-    return noisy or rollout.quantization is not None or rollout.staleness is not None
+    return any(_changes_weights(candidate.rollout, source) for source in get_args(Source))
+
+
+def _changes_weights(rollout: Rollout, source: Source) -> bool:
+    match source:
+        case "noise":
+            return rollout.noise is not None and rollout.noise.weights > 0
+        case "quantization":  # the KV cache's dtype and another checkpoint are the engine's to take as they are
+            return rollout.quantization is not None
+        case "staleness":
+            return rollout.staleness is not None
+        case _:
+            assert_never(source)
 
 
 def write_checkpoint(
@@ -60,7 +70,7 @@ def write_checkpoint(
     """
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    policy = load_base(candidate, base, ("staleness", "noise", "weights", "dtype"))
+    policy = load_base(candidate, base, [part for part in PARTS if in_weights(part)])
     try:
         partial.mkdir(parents=True)
         _write(policy, candidate, partial, calibration_ids, _is_compressed(candidate, compressed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from opdcheck.models import CausalLM
 from opdcheck.perturb.noise import add_weight_noise
 from opdcheck.perturb.policy import attach_rounding, quantization_config
 from opdcheck.perturb.quantization import fake_quantize_weights
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -35,7 +39,7 @@ class LivePolicy:
         calibration_ids: token ids that static scales are set from.
 
     Raises:
-        ValueError: a part does not fit the model.
+        ValueError: a part does not fit the model, or is none that is done to new weights (`staleness`, `kernel`).
     """
 
     def __init__(
@@ -48,13 +52,24 @@ class LivePolicy:
         calibration_ids: list[list[int]],
     ) -> None:
         model = copy.deepcopy(student.model).requires_grad_(False)
-        if "dtype" in parts:
-            model = model.to(getattr(torch, candidate.rollout.dtype))
-        self.policy = CausalLM(model)
-        noise = candidate.rollout.noise
-        self._sigma = noise.weights if noise is not None and "noise" in parts else 0.0
+        self._sigma = 0.0
         self._noise_seed = noise_seed
-        self._config = quantization_config(candidate) if "weights" in parts else None
+        self._config: QuantizationConfig | None = None
+        for part in parts:
+            match part:
+                case "dtype":
+                    model = model.to(getattr(torch, candidate.rollout.dtype))
+                case "noise":
+                    self._sigma = candidate.rollout.noise.weights if candidate.rollout.noise else 0.0
+                case "weights":
+                    self._config = quantization_config(candidate)
+                case "activations" | "kv_cache":
+                    pass  # `attach_rounding`
+                case "staleness" | "kernel":
+                    raise ValueError(f"{part} is nothing that is done to new weights")
+                case _:
+                    assert_never(part)
+        self.policy = CausalLM(model)
         attach_rounding(model, candidate, parts, calibration_ids)
 
     @torch.no_grad()

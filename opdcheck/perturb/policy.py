@@ -259,22 +259,29 @@ def _describe_part(candidate: Candidate, part: SourceName, engine: EngineName) -
     rollout = candidate.rollout
     real_engine = has_own_kernels(engine)
     kernels: How = "real" if real_engine and not rollout.simulate else "simulated"
-    if part == "staleness" and rollout.staleness is not None:
-        return [Provenance(part, "real", rollout.staleness.describe())]
-    if part == "noise":
-        return _describe_noise(candidate, real_engine)
-    if part == "dtype":
-        return [Provenance(part, "real", f"{rollout.dtype}; the trainer computes in {candidate.student.dtype}")]
-    if part == "weights" and rollout.model is not None and rollout.quantization is None:
-        return [Provenance(part, "real" if real_engine else "simulated", f"checkpoint {rollout.model.path}")]
-    if part == "weights":
-        how = "own kernels" if kernels == "real" else "rounded to the format's grid"
-        return [Provenance(part, kernels, f"{scheme_name(candidate)}, round-to-nearest, {how}")]
-    if part == "activations":
-        if real_engine and rollout.simulate:
-            return [Provenance(part, "not applied", f"{scheme_name(candidate)}: only weights are simulated in vLLM")]
-        return [Provenance(part, kernels, scheme_name(candidate))]
-    return _describe_kv_cache(candidate, real_engine)
+    match part:
+        case "staleness":
+            return [Provenance(part, "real", rollout.staleness.describe())] if rollout.staleness else []
+        case "noise":
+            return _describe_noise(candidate, real_engine)
+        case "dtype":
+            return [Provenance(part, "real", f"{rollout.dtype}; the trainer computes in {candidate.student.dtype}")]
+        case "weights":
+            if rollout.model is not None and rollout.quantization is None:
+                return [Provenance(part, "real" if real_engine else "simulated", f"checkpoint {rollout.model.path}")]
+            how = "own kernels" if kernels == "real" else "rounded to the format's grid"
+            return [Provenance(part, kernels, f"{scheme_name(candidate)}, round-to-nearest, {how}")]
+        case "activations":
+            if real_engine and rollout.simulate:
+                only = f"{scheme_name(candidate)}: only weights are simulated in vLLM"
+                return [Provenance(part, "not applied", only)]
+            return [Provenance(part, kernels, scheme_name(candidate))]
+        case "kv_cache":
+            return _describe_kv_cache(candidate, real_engine)
+        case "kernel":
+            raise ValueError("the kernel is the engine's: no part of what a candidate asks for")
+        case _:
+            assert_never(part)
 
 
 def _describe_noise(candidate: Candidate, real_engine: bool) -> list[Provenance]:
@@ -313,6 +320,23 @@ def scheme_name(candidate: Candidate) -> str:
     return spec if isinstance(spec, str) else "quantization config"
 
 
+def in_weights(part: SourceName) -> bool:
+    """Whether a checkpoint's weights hold this part; the others are up to whoever runs it.
+
+    Raises:
+        ValueError: `kernel`, which no policy has.
+    """
+    match part:
+        case "staleness" | "noise" | "weights" | "dtype":
+            return True
+        case "activations" | "kv_cache":
+            return False
+        case "kernel":
+            raise ValueError("the kernel is the engine's: no part of what a candidate asks for")
+        case _:
+            assert_never(part)
+
+
 def free(policy: CausalLM) -> None:
     """Gives a policy's weights back, so that the next one fits; the policy cannot be used afterwards."""
     policy.model.to_empty(device="meta")
@@ -327,6 +351,7 @@ __all__ = [
     "build_policy",
     "describe",
     "free",
+    "in_weights",
     "load_base",
     "quantization_config",
     "scheme_name",

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny_student
 
 from opdcheck.errors import ConfigError
+from opdcheck.measurement import SourceName
 from opdcheck.perturb.checkpoint import write_checkpoint
 from opdcheck.perturb.kv_cache import quantize_kv_cache
+from opdcheck.perturb.live import LivePolicy
 from opdcheck.perturb.noise import add_weight_noise
 from opdcheck.perturb.policy import PARTS, active_parts, build_policy, describe
 from opdcheck.perturb.quantization import (
@@ -79,6 +81,17 @@ def test_no_parts_is_the_student(tiny_student: Path, stale: Path) -> None:
     assert policy.dtype == torch.float32
     assert all(torch.equal(saved[name], parameter) for name, parameter in policy.model.named_parameters())
     assert active_parts(asked) == list(PARTS)
+
+
+def test_every_source_but_the_kernel_is_a_part() -> None:
+    assert set(PARTS) == set(get_args(SourceName)) - {"kernel"}
+
+
+def test_what_is_no_part_of_new_weights_is_refused(tiny_student: Path, stale: Path) -> None:
+    asked = candidate(tiny_student, staleness={"checkpoint": str(stale)})
+    student = build_policy(asked, Path(), [])
+    with pytest.raises(ValueError, match="staleness is nothing that is done to new weights"):
+        LivePolicy(student, asked, active_parts(asked), noise_seed=0, calibration_ids=CALIBRATION)
 
 
 def test_all_parts_in_order(tiny_student: Path, stale: Path) -> None:
