@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from opdcheck import preflight
 from opdcheck.admission import Subject, identify
@@ -21,7 +21,7 @@ from opdcheck.calibration.ladder import Level, as_candidate, levels, unperturbed
 from opdcheck.calibration.records import BudgetMethod, CalibrationFit, Evidence, Fitted
 from opdcheck.calibration.store import KeptFloor, LevelMismatch, Run, RunStore, content_key
 from opdcheck.calibration.workers import workers
-from opdcheck.config import resolve
+from opdcheck.config import Metric, resolve
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.files import cache_dir
 from opdcheck.floor import means, trainer_null
@@ -165,6 +165,7 @@ class Calibrator:
             {
                 **self._shared_content,
                 "mismatch": level.rollout.model_dump(mode="json"),
+                "metrics": sorted(get_args(Metric)),
                 "prompts_measured": self.calibration.mismatch_prompts,
                 "method": [self.calibration.method.model_dump(), BURN_IN] if level.lag else None,
             }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from opdcheck.budget import load_budget
 from opdcheck.calibration.backtest import backtest
 from opdcheck.calibration.calibrator import Calibrator, plan
 from opdcheck.calibration.file import load_calibration
+from opdcheck.calibration.ladder import Level
+from opdcheck.calibration.store import LevelMismatch
 from opdcheck.config import ModelRef
 from opdcheck.errors import ConfigError, EngineError
 from opdcheck.models import load_causal_lm
@@ -247,6 +250,25 @@ def test_a_full_disk_keeps_what_is_finished(calibration_file: Path, monkeypatch:
     with pytest.raises(EngineError, match="No space left on device") as caught:
         calibrator.mismatch(calibrator.levels[0])
     assert "the same command goes on" in str(caught.value)
+
+
+def test_a_mismatch_that_lacks_a_metric_is_measured_again(
+    calibration_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrator = Calibrator(load_calibration(calibration_file), Silent())
+    measured = []
+
+    def measure(level: Level, key: str) -> LevelMismatch:
+        measured.append(key)
+        return LevelMismatch(key=key, level=level.name, metrics={}, prompts=16, tokens=512)
+
+    monkeypatch.setattr(calibrator, "_measure", measure)
+    for _ in range(2):
+        calibrator.mismatch(calibrator.levels[0])
+    assert len(measured) == 1
+    monkeypatch.setattr("opdcheck.calibration.calibrator.Metric", Literal["tv", "kl", "k3", "abs_dlogp", "new"])
+    calibrator.mismatch(calibrator.levels[0])
+    assert len(set(measured)) == 2
 
 
 def test_a_teacher_with_another_vocabulary(calibration_file: Path, tiny_student: Path) -> None:
