@@ -38,11 +38,12 @@ class PositionBin(Model):
 
 
 class SourceShare(Model):
-    """One source of mismatch alone, on the same tokens and on the decision's scale."""
+    """One source of mismatch alone, on the same tokens: in tv and kl, and per prompt on the decision's scale."""
 
     source: SourceName
     how: Literal["real", "simulated"]
-    """`real`: measured on the engine. `simulated`: the student with only this perturbation, on the same tokens."""
+    """`simulated`: the student with only this perturbation, on the same tokens; the split gives no other. `real`:
+    measured on the engine."""
     tv: float
     kl: float
     prompt_values: list[float]
@@ -69,7 +70,8 @@ class Measurement(Model):
     truncated: int
     """Completions cut by max_completion_length."""
     metrics: dict[str, MetricSummary]
-    """Keys: tv, kl, k1, k3, abs_dlogp, token_mult_prob_error, probs_diff, argmax_flip."""
+    """Keys: tv, kl, k1, k3, abs_dlogp, token_mult_prob_error, probs_diff; argmax_flip where the engine tells its argmax
+    at every token."""
     chi2_token: float
     ess: float
     """Effective sample size as a share of the tokens, ratios not truncated."""
@@ -92,7 +94,8 @@ class Measurement(Model):
     sources_notes: list[str] = []
     """What the split leaves out, as sentences."""
     left_over: float | None = None
-    """Total tv minus the sum of the sources' (interaction and what the simulation does not reproduce)."""
+    """Total tv on the split's prompts minus the kernel floor's and the sum of the sources' (interaction, and what the
+    simulation does not reproduce)."""
     non_finite_tokens: int = 0
     """Tokens with NaN or infinite values on either side; any such token forbids admission."""
     from_cache: bool = False

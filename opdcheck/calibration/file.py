@@ -28,7 +28,7 @@ from opdcheck.config import (
 from opdcheck.yamlfile import Located
 
 MIN_LEVELS = 5
-"""Besides the unperturbed one: DESIGN.md asks for six."""
+"""Besides the unperturbed one, which makes six."""
 MIN_SEEDS = 3
 MIN_SOURCES = 2
 

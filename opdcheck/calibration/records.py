@@ -119,7 +119,7 @@ class BacktestRow(Model):
     """Mean of the decision metric that the gate measured."""
     verdict: Literal["admit", "reject", "inconclusive"]
     prompts: int
-    """Rollouts that the gate used."""
+    """How many the gate measured; 0 where there is no limit."""
     losses: list[float]
     """Quality lost against the unperturbed run of the same seed, per seed."""
     mean: float

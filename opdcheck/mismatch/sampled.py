@@ -13,9 +13,9 @@ from opdcheck.mismatch.tokens import Floats, TokenMismatch
 def sampled_tv(log_r: Float[np.ndarray, " tokens"]) -> Floats:
     """(1 - r)_+, in [0, 1]; its mean under q is the total variation.
 
-    E_q[(1 - r)_+] = sum_a (q - p)_+ = TV, since q and p both sum to 1. DESIGN's 1/2 |r - 1| has the same mean, because
-    |r - 1| = 2 (1 - r)_+ + (r - 1) and E_q[r - 1] = 0, but it adds half of the noise of r - 1, which is unbounded.
-    It also needs E_q[r] = 1: where p has mass outside the support of q it comes out low, (1 - r)_+ does not.
+    E_q[(1 - r)_+] = sum_a (q - p)_+ = TV, since q and p both sum to 1. The estimate 1/2 |r - 1| has the same mean,
+    because |r - 1| = 2 (1 - r)_+ + (r - 1) and E_q[r - 1] = 0, but it adds half of the noise of r - 1, which is
+    unbounded. It also needs E_q[r] = 1: where p has mass outside the support of q it comes out low, (1 - r)_+ does not.
     """
     return 0.0 - np.expm1(np.minimum(log_r, 0.0))
 

@@ -30,7 +30,7 @@ Calibration = Callable[[], None] | None
 
 
 def needs_checkpoint(candidate: Candidate) -> bool:
-    """Whether the weights to sample from exist in no folder yet: they are noisy, or quantized by opdcheck."""
+    """Whether a folder must be written to sample from: the weights are noisy, older, or quantized by opdcheck."""
     return any(_changes_weights(candidate.rollout, source) for source in get_args(Source))
 
 

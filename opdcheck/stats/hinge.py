@@ -53,7 +53,8 @@ def benchmark_doses(
     """The benchmark dose of each resampled set of seeds; infinite where it shows no rise.
 
     Args:
-        margin: the loss whose dose is asked for; fixed before the data.
+        margin: the loss whose dose is asked for. The same in every resample, although a calibration takes it as a
+            share of a gain that it measured too.
         seed_indices: which seeds make up each resample: see `resample_seeds`.
     """
     # The spread of a resampled mean of n is a share sqrt((n - 1)/n) too small.

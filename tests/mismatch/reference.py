@@ -1,6 +1,7 @@
-"""Reference values for the tests: DESIGN.md's formulas, one token and one vocabulary entry at a time, in float64.
+"""Reference values for the tests: the formulas of README's "Metrics", one token and one vocabulary entry at a time.
 
-Slow and literal on purpose; shares no code with opdcheck. `q`, `p` are lists of log-probabilities over the vocabulary.
+Slow and literal on purpose, in float64; shares no code with opdcheck. `q`, `p` are lists of log-probabilities over the
+vocabulary.
 """
 
 import math
