@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -350,15 +351,19 @@ def _split(session: Session, rollouts: Sequence[Rollout], metric: str) -> list[S
 
 
 def _within_memory(session: Session, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The first prompts' rollouts, so many that the trainer's hidden states on them stay within `SPLIT_BYTES`."""
+    """The first prompts' rollouts, so many that the trainer's hidden states on them stay within `SPLIT_BYTES`.
+
+    Prompts are whole, with all their samples, and the first is kept however long it is.
+    """
     from opdcheck.models import hidden_bytes
 
     per_token = hidden_bytes(session.candidate.student, session.base)
     kept: list[Rollout] = []
     tokens = 0
-    for rollout in rollouts:
-        tokens += len(rollout)
-        if kept and rollout.prompt != kept[-1].prompt and tokens * per_token > SPLIT_BYTES:
+    for _, samples in groupby(rollouts, key=lambda rollout: rollout.prompt.index):
+        of_prompt = list(samples)
+        tokens += sum(map(len, of_prompt))
+        if kept and tokens * per_token > SPLIT_BYTES:
             break
-        kept.append(rollout)
+        kept += of_prompt
     return kept

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from candidates import candidate as a_candidate
 
-from opdcheck import gathering
+from opdcheck import admission, gathering
 from opdcheck.admission import identify, measurement_key
 from opdcheck.config import Candidate, Decision
 from opdcheck.engines import vllm_support
@@ -153,3 +153,18 @@ class TestGathering:
         assert counts[-1] == 30
         assert all(after == min(2 * before, 30) for before, after in pairwise(counts))
         assert gathered.summary().prompt_rows == list(range(30))
+
+
+def test_a_split_takes_whole_prompts_that_fit_into_memory(monkeypatch):
+    """Per token 4 bytes here, and room for 40: two prompts of two samples fit, 8 and 24 bytes; a third does not."""
+    monkeypatch.setattr("opdcheck.models.hidden_bytes", lambda *_: 4)
+    monkeypatch.setattr(admission, "SPLIT_BYTES", 40)
+    lengths = [(0, 1), (0, 1), (1, 1), (1, 5), (2, 1), (2, 9), (3, 1)]
+    rollouts = [
+        Rollout(Prompt(index, [1]), sample, np.arange(length), np.zeros(length), "stop")
+        for sample, (index, length) in enumerate(lengths)
+    ]
+    session = SimpleNamespace(candidate=SimpleNamespace(student=None), base=None)
+    assert admission._within_memory(session, rollouts) == rollouts[:4]
+    monkeypatch.setattr(admission, "SPLIT_BYTES", 4)
+    assert admission._within_memory(session, rollouts) == rollouts[:2], "the first one whatever its size"
