@@ -117,7 +117,6 @@ def summarize_rounds(measured: Sequence[Round], *, cached: bool) -> Measurement:
         prompt_values=summary.prompt_values,
         prompt_rows=list(dict.fromkeys(rollout.prompt.index for rollout in rollouts)),
         by_position=summary.by_position,
-        position_trend=summary.position_trend,
         position_change=summary.position_change and summary.position_change.mean,
         position_p=summary.position_change and summary.position_change.p,
         provenance=list(measured[0].provenance),

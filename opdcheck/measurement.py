@@ -80,9 +80,6 @@ class Measurement(Model):
     prompt_rows: list[int] = []
     """Which row of the prompt file, from 0, each of these prompts is: they are measured in a random order."""
     by_position: list[PositionBin]
-    position_trend: float | None
-    """Spearman correlation of tv with position over all tokens, which are not independent: no test rests on it. None
-    where it cannot be computed."""
     position_change: float | None = None
     """Mean over prompts of: mean tv of the second halves of a prompt's completions minus that of their first halves."""
     position_p: float | None = None

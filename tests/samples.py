@@ -174,7 +174,6 @@ def measurement(k3: float, *, prompts: int = 32, tokens: int = 4096, cv: float =
             )
             for i in range(8)
         ],
-        "position_trend": 0.83,
         "position_change": 0.3 * tv,
         "position_p": 0.0031,
         "provenance": [Part(part="kv_cache", how="real", detail="fp8_e4m3 in vLLM's own kernels, scale 1.0")],

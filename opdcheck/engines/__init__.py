@@ -74,7 +74,6 @@ def _open_vllm(
         # vLLM has read the weights when this returns: the temporary checkpoint goes at the end of the block.
         return open_vllm(
             model=model,
-            revision=None,
             dtype=rollout.dtype,
             kv_cache_dtype=rollout.kv_cache_dtype,
             kv_cache_dtype_skip_layers=rollout.kv_cache_dtype_skip_layers,

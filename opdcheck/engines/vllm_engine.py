@@ -197,7 +197,6 @@ class VllmEngine:
 def open_vllm(
     *,
     model: str,
-    revision: str | None,
     dtype: str,
     kv_cache_dtype: str,
     kv_cache_dtype_skip_layers: Sequence[int],
@@ -214,7 +213,7 @@ def open_vllm(
     """Starts vLLM. The weights have been read when this returns.
 
     Args:
-        model: folder or hub id.
+        model: folder that holds the weights.
         eos_token_ids: where a rollout stops; the trainer's.
         logprobs: top log-probabilities per token; at most the vocabulary is asked for.
         engine_args: the user's, checked by `check_engine_args`; they win over this module's defaults.
@@ -236,7 +235,6 @@ def open_vllm(
             _check_kv_cache(kv_cache_dtype, dtype)
             llm = vllm.LLM(
                 model=model,
-                revision=revision,
                 dtype=dtype,
                 kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype),
                 kv_cache_dtype_skip_layers=[str(layer) for layer in kv_cache_dtype_skip_layers],

@@ -46,7 +46,6 @@ class Summary:
     prompt_values: dict[str, list[float]]
     """Per-prompt means of `DECISION_METRICS`, in the order given."""
     by_position: list[PositionBin]
-    position_trend: float | None
     position_change: PositionChange | None
     non_finite_tokens: int
 
@@ -72,7 +71,6 @@ def summarize(by_prompt: Sequence[Sequence[TokenMismatch]], position_bins: int =
         ess=metrics.ess(table["logq"], table["logp"]),
         prompt_values={name: means[name].tolist() for name in DECISION_METRICS},
         by_position=_by_position(positions, table["tv"], table["kl"], position_bins),
-        position_trend=_position_trend(positions, table["tv"]),
         position_change=position_change(by_prompt),
         non_finite_tokens=_count_non_finite(table),
     )
@@ -183,15 +181,6 @@ def _by_position(positions: np.ndarray, tv: Floats, kl: Floats, bins: int) -> li
             )
         )
     return found
-
-
-def _position_trend(positions: np.ndarray, tv: Floats) -> float | None:
-    """Spearman correlation of tv with position; None for fewer than 3 tokens, constant or non-finite values."""
-    if len(tv) < 3 or np.ptp(positions) == 0 or not np.isfinite(tv).all() or np.ptp(tv) == 0:
-        return None
-    from scipy.stats import spearmanr  # takes half a second to import
-
-    return float(spearmanr(positions, tv).statistic)
 
 
 def _count_non_finite(table: dict[str, Floats]) -> int:

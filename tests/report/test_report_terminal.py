@@ -221,9 +221,7 @@ def test_what_the_split_leaves_out_is_said(shares):
 
 
 def test_nothing_measured_well_still_prints():
-    one = measurement(
-        float("nan"), prompts=8, by_position=[], position_trend=None, position_p=None, non_finite_tokens=3
-    )
+    one = measurement(float("nan"), prompts=8, by_position=[], position_p=None, non_finite_tokens=3)
     text = printed(report(one))
     assert text.startswith("REJECT")
     assert "not finite" in text
@@ -240,9 +238,8 @@ def test_nothing_measured_well_still_prints():
     ],
 )
 def test_a_trend_is_only_what_a_test_over_prompts_finds(change, p, end):
-    shown = position_summary(measurement(0.0017, position_change=change, position_p=p, position_trend=0.9))
+    shown = position_summary(measurement(0.0017, position_change=change, position_p=p))
     assert shown.endswith(end)
-    assert "rho" not in shown
 
 
 def test_tiny_numbers_still_fit():
