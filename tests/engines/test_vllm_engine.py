@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,23 +39,24 @@ needs_fp8_kv_cache = pytest.mark.skipif(
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def start(folder: Path, **changes: object) -> VllmEngine:
-    options = {
-        "model": str(folder),
-        "revision": None,
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "auto",
-        "kv_cache_dtype_skip_layers": [],
-        "sampling": Sampling(),
-        "max_completion_length": LENGTH,
-        "max_prompt_length": 8,
-        "eos_token_ids": {END},
-        "logprobs": K,
-        "trust_remote_code": False,
-        "seed": 0,
-        "engine_args": {},
-    }
-    return open_vllm(**(options | changes))  # type: ignore[arg-type]
+opened = partial(
+    open_vllm,
+    dtype="bfloat16",
+    kv_cache_dtype="auto",
+    kv_cache_dtype_skip_layers=[],
+    sampling=Sampling(),
+    max_completion_length=LENGTH,
+    max_prompt_length=8,
+    eos_token_ids={END},
+    logprobs=K,
+    trust_remote_code=False,
+    seed=0,
+    engine_args={},
+)
+
+
+def start(folder: Path, **changes: Any) -> VllmEngine:
+    return opened(model=str(folder), **changes)
 
 
 def requests(count: int = 12) -> list[RolloutRequest]:
